@@ -6,6 +6,7 @@
 // weight is unpacked, and every result summed, in the same way whatever the number of tokens.
 #pragma once
 
+#include <limits>
 #include <vector>
 
 #include "blocks.hpp"
@@ -218,17 +219,17 @@ inline void add_unpacked(const InputOf<Weight>* inputs, int depth, int begin, in
 }
 
 // Adds the products of inputs [begin, begin + count) of all tokens with weights [count, kPanel] to sums [tokens, kPanel];
-// the first ones set the sums.
+// the first ones set the sums. `fetches`: memory is to be read ahead, since these are the first tokens of the weights.
 template <typename Weight>
 inline void add_products(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int begin, int count,
-                         const Weight* weights, int tokens, float* sums) {
+                         const Weight* weights, int tokens, float* sums, [[maybe_unused]] bool fetches) {
   if constexpr (kHasBlocks<Weight>)
     if (matrix.blocks != nullptr)
       return multiply_blocks<Weight>(*matrix.blocks, inputs + begin, matrix.inputs, weights, count, tokens, begin > 0,
                                      sums);
 #ifdef PANDO_TILES
   if constexpr (std::is_same_v<Weight, BFloat16>)
-    if (kHasTiles) return multiply_tiles(inputs + begin, matrix.inputs, weights, count, tokens, begin > 0, sums);
+    if (kHasTiles) return multiply_tiles(inputs + begin, matrix.inputs, weights, count, tokens, begin > 0, sums, fetches);
 #endif
   add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, count, weights, tokens, sums);
 }
@@ -252,22 +253,22 @@ inline void unpack_any(const MatrixArguments& matrix, int panel, int begin, int 
   }
 }
 
-// Returns inputs [tokens, in] times one panel, [tokens, kPanel], in `sums`.
+// Returns inputs [tokens, in] times one panel, [tokens, kPanel], in `sums`; `fetches` as in `add_products`.
 template <typename Weight>
 inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, int panel,
-                         std::vector<float>& sums) {
+                         bool fetches, std::vector<float>& sums) {
   using Number = Unpacked<Weight>;
   static thread_local std::vector<Number> weights;
   sums.resize(static_cast<long>(tokens) * kPanel);
   if (matrix.bits == 0 && !kIsWidened<Weight>) {
     const Number* whole = matrix_of<Number>(matrix).panel(panel);
-    add_products<Number>(matrix, inputs, 0, matrix.inputs, whole, tokens, sums.data());
+    add_products<Number>(matrix, inputs, 0, matrix.inputs, whole, tokens, sums.data(), fetches);
   } else {
     weights.resize(kUnpacked * kPanel);
     for (int begin = 0; begin < matrix.inputs; begin += kUnpacked) {
       const int end = std::min(matrix.inputs, begin + kUnpacked);
       unpack_any<Weight>(matrix, panel, begin, end, weights.data());
-      add_products<Number>(matrix, inputs, begin, end - begin, weights.data(), tokens, sums.data());
+      add_products<Number>(matrix, inputs, begin, end - begin, weights.data(), tokens, sums.data(), false);
     }
   }
   if (matrix.bias != nullptr) {
@@ -284,6 +285,15 @@ int tokens_at_once(const MatrixArguments& matrix, int tokens) {
   return matrix.bits == 0 && !kIsWidened<Weight> ? std::min(kBlockRows, tokens) : tokens;
 }
 
+// Tokens whose inputs stay in the second-level cache while panels go by. Only tiles are so fast that it matters: all of
+// their processors have 2 MiB for each core.
+template <typename Weight>
+int cached_tokens(const MatrixArguments& matrix) {
+  if (!uses_tiles<Weight>()) return std::numeric_limits<int>::max();
+  constexpr int kCachedBytes = 5 << 18;
+  return std::max(kBlockRows, kCachedBytes / (matrix.inputs * static_cast<int>(sizeof(Weight))));
+}
+
 // outputs = (outputs if accumulate) + inputs x weights + bias
 template <typename Weight>
 struct PanelProduct {
@@ -294,11 +304,12 @@ struct PanelProduct {
 
   int width() const { return matrix.outputs; }
   int step(int tokens) const { return tokens_at_once<Weight>(matrix, tokens); }
+  int cached() const { return cached_tokens<Weight>(matrix); }
 
-  void run(int first, int tokens, int panel) const {
+  void run(int first, int tokens, int panel, bool fetches) const {
     static thread_local std::vector<float> memory;
     const float* sums =
-        panel_sums<Weight>(matrix, inputs + static_cast<long>(first) * matrix.inputs, tokens, panel, memory);
+        panel_sums<Weight>(matrix, inputs + static_cast<long>(first) * matrix.inputs, tokens, panel, fetches, memory);
     const int columns = std::min(kPanel, width() - panel * kPanel);
     for (int token = 0; token < tokens; ++token) {
       float* target = outputs + static_cast<long>(first + token) * width() + panel * kPanel;
@@ -318,12 +329,13 @@ struct PanelGatedProduct {
 
   int width() const { return gate.outputs; }
   int step(int tokens) const { return tokens_at_once<Weight>(gate, tokens); }
+  int cached() const { return cached_tokens<Weight>(gate); }
 
-  void run(int first, int tokens, int panel) const {
+  void run(int first, int tokens, int panel, bool fetches) const {
     static thread_local std::vector<float> gate_memory, up_memory;
     const InputOf<Weight>* source = inputs + static_cast<long>(first) * gate.inputs;
-    const float* gates = panel_sums<Weight>(gate, source, tokens, panel, gate_memory);
-    float* ups = panel_sums<Weight>(up, source, tokens, panel, up_memory);
+    const float* gates = panel_sums<Weight>(gate, source, tokens, panel, fetches, gate_memory);
+    float* ups = panel_sums<Weight>(up, source, tokens, panel, fetches, up_memory);
     const int columns = std::min(kPanel, width() - panel * kPanel);
     for (int token = 0; token < tokens; ++token) {
       const long place = static_cast<long>(token) * kPanel;
@@ -337,20 +349,21 @@ struct PanelGatedProduct {
 };
 
 // As `share_tiles`: runs all panels with the threads of the parallel region around it, cutting tokens up where panels
-// are few.
+// are few or inputs many.
 template <typename Operation>
 void share_panels(const Operation& operation, int tokens) {
   const int panels = panels_of(operation.width());
-  const int tiles = (tokens + kTileRows - 1) / kTileRows;
-  const int wanted = std::max(1, 4 * omp_get_num_threads() / panels);
-  const int tokens_per_task = std::max(1, tiles / wanted) * kTileRows;
+  const int unit = tokens > 4 * kBlockRows ? kBlockRows / 2 : kTileRows;  // full tiles, unless there are few
+  const int tiles = (tokens + unit - 1) / unit;
+  const int wanted = std::max({1, 4 * omp_get_num_threads() / panels, (tokens - 1) / operation.cached() + 1});
+  const int tokens_per_task = (tiles + wanted - 1) / wanted * unit;
   const int cuts = (tokens + tokens_per_task - 1) / tokens_per_task;
 #pragma omp for schedule(guided)
   for (int task = 0; task < panels * cuts; ++task) {
-    const int begin = task % cuts * tokens_per_task, end = std::min(tokens, begin + tokens_per_task);
+    const int begin = task / panels * tokens_per_task, end = std::min(tokens, begin + tokens_per_task);
     const int step = operation.step(end - begin);
     for (int first = begin; first < end; first += step)
-      operation.run(first, std::min(step, end - first), task / cuts);
+      operation.run(first, std::min(step, end - first), task % panels, first == begin);
   }
 }
 

@@ -129,24 +129,24 @@ inline void multiply_tile_rows(const BFloat16* inputs, long stride, const BFloat
   settle_memory();
 }
 
-// As `multiply_blocks` of blocks.hpp.
+// As `multiply_blocks` of blocks.hpp. The first rows fetch the weights that are needed next, if `fetches`: as far as memory
+// is what takes the time.
 inline void multiply_tiles(const BFloat16* inputs, long stride, const BFloat16* weights, int depth, int rows, bool adds,
-                           float* sums) {
+                           float* sums, bool fetches) {
   for (int row = 0; row < rows;) {
     const BFloat16* first = inputs + row * stride;
     float* target = sums + static_cast<long>(row) * kPanel;
     const int left = rows - row;
     shape_tiles(std::min(left, kTileHeight));
-    // The first rows fetch the weights that are needed next, as far as memory is what takes the time.
     if (left >= 2 * kTileHeight) {
-      if (row == 0)
+      if (fetches && row == 0)
         multiply_tile_rows<2, true>(first, stride, weights, depth, kTileHeight, adds, target);
       else
         multiply_tile_rows<2, false>(first, stride, weights, depth, kTileHeight, adds, target);
       row += 2 * kTileHeight;
     } else {
       const int height = std::min(left, kTileHeight);
-      if (row == 0)
+      if (fetches && row == 0)
         multiply_tile_rows<1, true>(first, stride, weights, depth, height, adds, target);
       else
         multiply_tile_rows<1, false>(first, stride, weights, depth, height, adds, target);

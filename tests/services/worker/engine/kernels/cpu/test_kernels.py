@@ -115,6 +115,17 @@ def test_a_token_gets_the_same_bits_in_every_batch(library: CpuLibrary, threads:
         assert torch.equal(linear(inputs[-count:].contiguous()), together[-count:])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tokens_whose_inputs_do_not_fit_into_the_cache_get_the_same_bits(library: CpuLibrary, threads: int) -> None:
+    kernels = CpuKernels(library, torch.bfloat16, threads)
+    generator = torch.Generator().manual_seed(6)
+    weight, up, inputs = (torch.randn(rows, 4096, generator=generator) for rows in (100, 100, 333))
+    for product in (kernels.linear(weight, None), kernels.gated_linear(weight, up, None, Activation.SILU)):
+        together = product(inputs)
+        for first, last in ((0, 1), (100, 180), (150, 161), (300, 333)):
+            assert torch.equal(product(inputs[first:last].contiguous()), together[first:last])
+
+
 @pytest.mark.parametrize("width", [32, 64, 94, 600])
 def test_sums_of_any_depth_and_number_of_rows_are_complete(library: CpuLibrary, width: int) -> None:
     # Small integers: their products and sums are exact in every order.
