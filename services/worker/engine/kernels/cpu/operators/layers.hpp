@@ -85,6 +85,20 @@ const Input* converted(const float* inputs, int tokens, int width, Input* shared
   }
 }
 
+// Inputs of the last product of a layer, [tokens, intermediate]; `gated` and `shared` have room for them.
+template <typename Weight, typename Input = InputOf<Weight>>
+const Input* share_gate(const LayerArguments& layer, const Input* inputs, int tokens, Activation activation,
+                        float* gated, Input* shared) {
+  if constexpr (std::is_same_v<Input, BFloat16>)
+    if (takes_panels<Weight>(layer.gate, tokens)) {
+      Input* rounded = reinterpret_cast<Input*>(gated);
+      share_panels(PanelGatedProduct<Weight, Input>{layer.gate, layer.up, inputs, rounded, activation}, tokens);
+      return rounded;
+    }
+  share_gated_product<Weight>(layer.gate, layer.up, inputs, tokens, gated, activation);
+  return converted(gated, tokens, layer.down.inputs, shared);
+}
+
 // Places in the scratch memory. `inputs` is as wide as the widest of what is normalised or rounded for a product.
 struct Scratch {
   float *inputs, *qkv, *attended, *gated;
@@ -136,9 +150,7 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   inputs = converted(scratch.attended, tokens, layer.output.inputs, shared);
   share_product<Weight>(layer.output, inputs, tokens, a.hidden, true);
   inputs = normalised(a.hidden, layer.feed_forward_norm, epsilon, tokens, hidden, shared);
-  share_gated_product<Weight>(layer.gate, layer.up, inputs, tokens, scratch.gated,
-                              static_cast<Activation>(a.activation));
-  inputs = converted(scratch.gated, tokens, layer.down.inputs, shared);
+  inputs = share_gate<Weight>(layer, inputs, tokens, static_cast<Activation>(a.activation), scratch.gated, shared);
   share_product<Weight>(layer.down, inputs, tokens, a.hidden, true);
 }
 

@@ -314,17 +314,21 @@ struct PanelProduct {
     for (int token = 0; token < tokens; ++token) {
       float* target = outputs + static_cast<long>(first + token) * width() + panel * kPanel;
       const float* line = sums + static_cast<long>(token) * kPanel;
-      for (int i = 0; i < columns; ++i) target[i] = accumulate ? target[i] + line[i] : line[i];
+      if (columns == kPanel)
+        for (int i = 0; i < kPanel; i += kLanes)
+          store(target + i, accumulate ? load(target + i) + load(line + i) : load(line + i));
+      else
+        for (int i = 0; i < columns; ++i) target[i] = accumulate ? target[i] + line[i] : line[i];
     }
   }
 };
 
-// outputs = inputs x gate and inputs x up, joined as `Activation` says
-template <typename Weight>
+// outputs = inputs x gate and inputs x up, joined as `Activation` says, and rounded if they are the next product's inputs.
+template <typename Weight, typename Output>
 struct PanelGatedProduct {
   MatrixArguments gate, up;
   const InputOf<Weight>* inputs;
-  float* outputs;
+  Output* outputs;
   Activation activation;
 
   int width() const { return gate.outputs; }
@@ -335,15 +339,18 @@ struct PanelGatedProduct {
     static thread_local std::vector<float> gate_memory, up_memory;
     const InputOf<Weight>* source = inputs + static_cast<long>(first) * gate.inputs;
     const float* gates = panel_sums<Weight>(gate, source, tokens, panel, fetches, gate_memory);
-    float* ups = panel_sums<Weight>(up, source, tokens, panel, fetches, up_memory);
+    const float* ups = panel_sums<Weight>(up, source, tokens, panel, fetches, up_memory);
     const int columns = std::min(kPanel, width() - panel * kPanel);
+    Output rest[kPanel];
     for (int token = 0; token < tokens; ++token) {
       const long place = static_cast<long>(token) * kPanel;
+      Output* target = outputs + static_cast<long>(first + token) * width() + panel * kPanel;
+      Output* line = columns == kPanel ? target : rest;
       for (int v = 0; v < kPanelVectors; ++v) {
         const long at = place + v * kLanes;
-        store(ups + at, gated(load(ups + at), activate(load(gates + at), activation), activation));
+        store(line + v * kLanes, gated(load(ups + at), activate(load(gates + at), activation), activation));
       }
-      std::copy_n(ups + place, columns, outputs + static_cast<long>(first + token) * width() + panel * kPanel);
+      if (line == rest) std::copy_n(rest, columns, target);
     }
   }
 };
@@ -389,7 +396,7 @@ template <typename Weight>
 void share_gated_product(const MatrixArguments& gate, const MatrixArguments& up, const InputOf<Weight>* inputs,
                          int tokens, float* outputs, Activation activation) {
   if (takes_panels<Weight>(gate, tokens))
-    share_panels(PanelGatedProduct<Weight>{gate, up, inputs, outputs, activation}, tokens);
+    share_panels(PanelGatedProduct<Weight, float>{gate, up, inputs, outputs, activation}, tokens);
   else
     share_tiles(GatedProduct<Weight>{matrix_of<Weight>(gate), matrix_of<Weight>(up), inputs, outputs, activation},
                 tokens);
