@@ -150,7 +150,7 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str, label: st
     spec = EngineSpec(
         arguments.model, load_format="dummy", max_rows=most, max_context=4096, max_step_tokens=PASS_TOKENS + most,
         rank=rank, world_size=arguments.tp, rendezvous=rendezvous, quantization=arguments.quantization,
-        kv_dtype=arguments.kv_dtype,
+        kv_dtype=arguments.kv_dtype, deterministic=arguments.deterministic,
     )  # fmt: skip
     driver = Driver(spec)
     name = f"{Path(arguments.model).name} (dummy{', fp8' if arguments.quantization == 'fp8' else ''})"
@@ -211,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="of the layers' matrices")
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
+    parser.add_argument("--deterministic", action="store_true", help="with the programs of deterministic mode")
     parser.add_argument("--formats", nargs="+", choices=(*SETTINGS, *FORMATS), help="one after another")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)

@@ -64,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="directory with config.json")
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 128, 512], help="tokens of a pass's prompt")
     parser.add_argument("--rows", type=int, nargs="+", default=[0, 32], help="rows that decode in the same pass")
+    parser.add_argument("--deterministic", action="store_true", help="with the programs of deterministic mode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)
     most = max(arguments.rows)
     driver = PromptDriver(
         EngineSpec(
             arguments.model, load_format="dummy", max_rows=most + 1, max_context=4096,
-            max_step_tokens=max(8192, *arguments.prompts) + most,
+            max_step_tokens=max(8192, *arguments.prompts) + most, deterministic=arguments.deterministic,
         )
     )  # fmt: skip
     command = shlex.join(["python", "-m", "deploy.evaluation.experiments.prompt_passes", *(argv or sys.argv[1:])])

@@ -246,9 +246,11 @@ def select_adapter_products(backend: KernelBackend, slots: int, device: torch.de
 
 
 def select_gpu_backend(
-    options: RunnerOptions, dtype: torch.dtype, device: torch.device, max_rows: int
+    options: RunnerOptions, dtype: torch.dtype, device: torch.device, max_rows: int, *, is_deterministic: bool = False
 ) -> KernelBackend:
     """Return the kernels to use on a GPU, for up to `max_rows` rows; those of torch, with a warning, if need be.
+
+    If it `is_deterministic`, the GPU's own kernels are those whose sums have one order.
 
     Raises:
         ConfigurationError: backend=gpu was asked for and cannot be had.
@@ -264,7 +266,7 @@ def select_gpu_backend(
         # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.backend import GpuBackend
 
-        return GpuBackend(dtype, device, max_rows)
+        return GpuBackend(dtype, device, max_rows, is_deterministic=is_deterministic)
     if options.backend == "gpu":
         raise ConfigurationError(f"backend=gpu: {reason}")
     log.warning("Plain torch computes, many times slower: %s", reason)

@@ -29,6 +29,8 @@ class KvTraits:
     page_size: int
     vision: VisionConfig | None
     is_quantised: bool
+    has_ordered_sums: bool = False
+    """Whether a GPU's kernels are those of `model.deterministic`, which give other bits than its usual ones."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -36,6 +38,8 @@ class KvTraits:
         return (
             str(asdict(self.config)), str(self.dtype), str(self.kv_dtype), self.layout, str(self.is_quantised),
             str(self.vision and asdict(self.vision)), str(self.page_size),
+            # Without, texts are those of earlier versions.
+            *(["ordered sums"] if self.has_ordered_sums else []),
         )  # fmt: skip
 
 

@@ -163,7 +163,9 @@ class DecoderLoader:
         self._backend: KernelBackend = (
             select_backend(library, self._dtype, self._device, threads, self._blocks(library if is_own else None))
             if self._device.type == "cpu"
-            else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
+            else select_gpu_backend(
+                options, self._dtype, self._device, spec.max_rows, is_deterministic=spec.deterministic
+            )
         )
         self._held_format = held_format(spec, self._config)
         if self._held_format is not None:
@@ -539,6 +541,7 @@ class DecoderLoader:
         return KvTraits(
             self._config, self._dtype, self._kv_dtype, layout, self._spec.page_size, self._vision_config,
             is_quantised=quantiser(self._spec, self._config) is not None,
+            has_ordered_sums=self._spec.deterministic and self._backend.name == "gpu",
         )  # fmt: skip
 
     def _fingerprint(self, layout: str, group: RankGroup) -> str:

@@ -101,6 +101,7 @@ class OverlappedExecutor:
         capacity, device = runner.capacity, runner.device
         self._runner = runner
         self._is_first = spec.rank == 0
+        self._samples_apart = spec.deterministic
         self._is_shared = spec.world_size > 1
         # A pass that has advanced some recurrent states cannot be computed again in parts.
         self._is_final = self._is_shared or capacity.recurrent_states is not None
@@ -237,7 +238,7 @@ class OverlappedExecutor:
             of = logits[to_device(samples, device)]
             on_device = to_device(slots.astype(np.int32), device)
             if not self._sampler.can_choose(slots):
-                made = sample(of.float(), slots, rows, self._table)
+                made = self._sampled_on_host(of, slots, rows)
                 token_ids, logprobs = made.token_ids.to(torch.int32), made.logprobs
             else:
                 self._sampler.follow(slots, rows)
@@ -357,10 +358,38 @@ class OverlappedExecutor:
     ) -> Samples:
         """Choose with the sampler that knows every parameter, and waits."""
         if self._is_first:
-            samples = sample(logits[places].float(), slots, rows, self._table)
+            samples = self._sampled_on_host(logits[places], slots, rows)
         else:
             samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
         return Samples(self._runner.broadcast_tokens(samples.token_ids), samples.logprobs)
+
+    def _sampled_on_host(self, logits: torch.Tensor, slots: RowIndices, rows: RowStates) -> Samples:
+        """Return the tokens of rows of which the device cannot choose some.
+
+        If answers must not depend on other rows, the others' tokens are chosen as without these, and these one by one.
+        """
+        if not self._samples_apart:
+            return sample(logits.float(), slots, rows, self._table)
+        is_beyond = np.array([not self._sampler.can_choose(slots[i : i + 1]) for i in range(slots.size)])
+        token_ids = torch.empty(slots.size, dtype=torch.int64, device=logits.device)
+        logprobs: RowLogprobs = ()
+        within = np.flatnonzero(~is_beyond)
+        if within.size:
+            chosen = torch.empty(within.size, dtype=torch.int32, device=logits.device)
+            at, on_device = (to_device(each, logits.device) for each in (within, slots[within].astype(np.int32)))
+            of = logits[at]
+            self._sampler.follow(slots[within], rows)
+            self._sampler.choose(of, on_device, chosen, self._sampler.mode_of(slots[within], rows))
+            reports = self._report(of, slots[within], on_device, chosen)
+            token_ids[at] = chosen.long()
+            if reports:
+                chosen.cpu()  # waits for what is copied
+            logprobs = tuple(entry for report in reports for entry in report.entries())
+        for i in np.flatnonzero(is_beyond).tolist():
+            alone = sample(logits[i : i + 1].float().clone(), slots[i : i + 1], rows, self._table)
+            token_ids[i] = alone.token_ids[0]
+            logprobs += alone.logprobs
+        return Samples(token_ids, logprobs)
 
     def _host_memory(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, pin_memory=self._runner.device.type != "cpu")

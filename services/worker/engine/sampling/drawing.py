@@ -32,6 +32,9 @@ def top_entries(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     # those would hold an entry at least as large.
     blocks = values.view(rows, entries // BLOCK, BLOCK)
     chosen = torch.topk(blocks.amax(-1), count, sorted=False).indices
+    if values.device.type != "cpu":
+        # In which order a GPU finds them depends on the number of rows, and with it the choice among equal entries.
+        chosen = chosen.sort(dim=1).values
     candidates = blocks.gather(1, chosen[:, :, None].expand(-1, -1, BLOCK)).view(rows, count * BLOCK)
     top, at = torch.topk(candidates, count)
     return top, chosen.gather(1, at // BLOCK) * BLOCK + at % BLOCK

@@ -100,7 +100,9 @@ def score(
 def _score_slice(logits: torch.Tensor, targets: np.ndarray, run: Scored) -> tuple[np.ndarray, ...]:
     """Return log probabilities, ranks, top ids, their log probabilities, and those of the requested ids."""
     # Not logsumexp: threads share the sum of a single row, and its last bits then differ from those among more rows.
-    distribution = torch.log_softmax(logits, dim=-1)
+    # On a GPU the order of a sum depends on where its row begins, if rows are not whole blocks.
+    is_even = logits.device.type == "cpu"
+    distribution = torch.log_softmax(logits if is_even else pad_to_blocks(logits, -torch.inf), dim=-1)
     own = torch.from_numpy(targets.astype(np.int64)).to(logits.device)[:, None]
     ranks = (logits > logits.gather(1, own)).sum(dim=-1) + 1
     asked = distribution[:, torch.tensor(run.wanted.token_ids, dtype=torch.int64, device=logits.device)]

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str | Path, *, backend: str = "auto", threads: int = 1, products: str = "auto", **changes: object
-) -> ModelRunner:
+    model: str | Path, *, backend: str = "auto", threads: int = 1, products: str = "auto", device: str = "auto",
+    **changes: object,
+) -> ModelRunner:  # fmt: skip
     """Load a runner with a small pool, in float32 as references are; `changes` go into its spec."""
     fields: dict[str, object] = {"max_rows": 8, "device_pages": 64, "dtype": "float32", **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    return load_decoder(spec, lambda *_: None, RunnerOptions(backend=backend, threads=threads, products=products))
+    return load_decoder(
+        spec, lambda *_: None, RunnerOptions(device, backend=backend, threads=threads, products=products)
+    )
 
 
 @dataclass

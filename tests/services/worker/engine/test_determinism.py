@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,10 +13,15 @@ from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from common.types import SamplingParams, StopConditions
 from services.worker.engine import loader
+from services.worker.engine.backends import DTYPES as DTYPES_OF_ENGINES
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.checkpoints.opening import open_checkpoint
+from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.kernels.cpu.build import build_library, find_openmp
 from services.worker.engine.kernels.cpu.library import CpuLibrary
+from services.worker.engine.kernels.interface import AttentionShape
+from services.worker.engine.kernels.torch.backend import TorchBackend
 from services.worker.engine.loader import load_decoder, load_model
 from tests.services.scheduler.core.harness import Harness, make_request, with_options
 from tests.services.worker.engine.driving import Driver, Row, load, random_ids
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 PROMPT = 90
 ROWS = 256
 REFUSED = ("deepseek", "qwen3 next", "qwen3.5")
+REFUSED_ON_GPUS = (*REFUSED, "olmo")
 DTYPES = ("bfloat16", "float32", "float16")
 FEW = ("smol", "qwen3 moe", "glm4 moe", "gpt-oss", "mistral windowed")
 
@@ -65,9 +71,11 @@ def release(driver: Driver, *rows: Row) -> None:
     driver._free += [page for row in rows for page in row.pages]
 
 
-def check_family(directory: Path, family: str, dtype: str) -> None:
+def check_family(directory: Path, family: str, dtype: str, device: str = "cpu") -> None:
     model = save_family(directory, family)
-    runner = load(model, threads=2, dtype=dtype, device_pages=ROWS + 40, max_rows=ROWS, deterministic=True)
+    runner = load(
+        model, threads=2, device=device, dtype=dtype, device_pages=ROWS + 40, max_rows=ROWS, deterministic=True
+    )
     driver = Driver(runner)
     with torch.inference_mode():
         whole = logits_of(driver, [0, PROMPT])
@@ -99,6 +107,12 @@ def test_logits_of_every_family_depend_on_neither(tmp_path: Path, family: str, d
     check_family(tmp_path, family, dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith(REFUSED_ON_GPUS)])
+def test_logits_of_every_family_depend_on_neither_on_a_gpu(tmp_path: Path, family: str) -> None:
+    check_family(tmp_path, family, "bfloat16", "cuda")
+
+
 @dataclass(frozen=True, slots=True)
 class Life:
     """All numbers that one request got."""
@@ -111,11 +125,11 @@ class Life:
 class Served:
     """An engine in deterministic mode, and schedulers that send it plans."""
 
-    def __init__(self, model: Path, dtype: str) -> None:
+    def __init__(self, model: Path, dtype: str, device: str = "cpu") -> None:
         spec = EngineSpec(
             str(model), dtype=dtype, max_rows=ROWS, max_context=256, page_size=16, device_pages=1200, deterministic=True
         )
-        options = RunnerOptions(device="cpu", threads=2)
+        options = RunnerOptions(device=device, threads=2)
         self._engine: ModelEngine = torch_engine(lambda its, report: load_decoder(its, report, options))
         self._engine.configure(spec, lambda *_: None)
 
@@ -130,7 +144,10 @@ class Served:
         for time in range(2):
             for number in range(beside):
                 ids = [3 + (number + 11 * i) % 90 for i in range(1 + number % 37)]
-                harness.core.submit(make_request(f"other{time}-{number}", ids, user="bob", max_tokens=20), 0.0)
+                other = make_request(f"other{time}-{number}", ids, user="bob", max_tokens=20)
+                # More alternatives than GPUs report: the host samples these rows.
+                sampling = SamplingParams(top_logprobs=30 if number % 5 == 3 else 0)
+                harness.core.submit(with_options(other, sampling=sampling), 0.0)
             names = {name: f"{name}{time}" for name in ("greedy", "warm", "scored")}
             for number, (kind, name) in enumerate(names.items()):
                 ids = [3 + (7 * number + 5 * i) % 90 for i in range(PROMPT)]
@@ -153,8 +170,17 @@ def _life(harness: Harness, name: str) -> Life:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answers_depend_neither_on_others_nor_on_chunks_nor_on_hits_nor_on_drafts(tmp_path: Path, dtype: str) -> None:
-    save_tiny_llama(tmp_path, hidden_size=64)
-    served = Served(tmp_path, dtype)
+    check_answers(tmp_path, dtype)
+
+
+@pytest.mark.gpu
+def test_answers_on_a_gpu_depend_on_neither(tmp_path: Path) -> None:
+    check_answers(tmp_path, "bfloat16", "cuda")
+
+
+def check_answers(directory: Path, dtype: str, device: str = "cpu") -> None:
+    save_tiny_llama(directory, hidden_size=64)
+    served = Served(directory, dtype, device)
     first, again = served.lives()
     assert first == again
     assert all(len(life.tokens) == len(life.logprobs) > 20 for life in first.values())
@@ -183,13 +209,50 @@ def test_what_cannot_be_deterministic_is_refused_by_name(
 ) -> None:
     model = save_family(tmp_path, family)
     with pytest.raises(ConfigurationError, match=rf"model\.deterministic is not available with .*{reason}"):
-        load(model, backend=backend, deterministic=True, **changes)  # type: ignore[arg-type]  # fields of its spec
+        load(model, backend=backend, device="cpu", deterministic=True, **changes)  # type: ignore[arg-type]  # fields of its spec
+
+
+class _Gpu(TorchBackend):
+    """What a GPU's kernels are called, where there is none."""
+
+    name = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "capability", "reason"),
+    [
+        ("llama", {}, (8, 9), "GPUs of compute capability 8.9, which have other matrix instructions than 9.0"),
+        ("llama", {"dtype": "float16"}, (9, 0), "torch.float16 on GPUs: set model.dtype to bfloat16"),
+        ("llama", {"kv_dtype": "fp8"}, (9, 0), "keys and values in fp8 on GPUs"),
+        ("llama", {"quantization": "fp8"}, (9, 0), "quantised matrices on GPUs"),
+        ("olmo2", {}, (9, 0), r"norms over all heads of a token on GPUs \(olmo2\)"),
+        ("deepseek v3", {}, (9, 0), r"latent attention \(deepseek_v3\)"),
+    ],
+)
+def test_what_cannot_be_deterministic_on_a_gpu_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any],
+    capability: tuple[int, int], reason: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: capability)
+    spec = EngineSpec(str(save_family(tmp_path, family)), **{"dtype": "bfloat16", **changes}, deterministic=True)
+    config = open_checkpoint(spec.model, "auto", torch.device("cpu")).config
+    backend = _Gpu(DTYPES_OF_ENGINES[spec.dtype], torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=rf"model\.deterministic is not available with .*{reason}"):
+        check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True)
+
+
+def test_a_gpu_that_has_all_it_takes_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    spec = EngineSpec(str(save_family(tmp_path, "qwen3 moe")), dtype="bfloat16", deterministic=True)
+    config = open_checkpoint(spec.model, "auto", torch.device("cpu")).config
+    backend = _Gpu(torch.bfloat16, torch.device("cpu"))
+    check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True)
 
 
 def test_classification_heads_and_encoders_are_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path, *FAMILIES["llama"], task="SequenceClassification")
     with pytest.raises(ConfigurationError, match="not available with classification heads"):
-        load(model, deterministic=True)
+        load(model, device="cpu", deterministic=True)
     spec = EngineSpec("all-minilm-l6-v2", deterministic=True)
     with pytest.raises(ConfigurationError, match="not available with encoders"):
         load_model(spec, lambda *_: None, RunnerOptions())
@@ -203,9 +266,9 @@ def test_products_are_not_chosen_by_a_measurement(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(loader, "select_products", select)
     model = save_family(tmp_path, "llama")
-    load(model, deterministic=True)
-    load(model, deterministic=True, products="onednn")
-    load(model)
+    load(model, device="cpu", deterministic=True)
+    load(model, device="cpu", deterministic=True, products="onednn")
+    load(model, device="cpu")
     assert asked == ["own", "onednn", "auto"]
 
 
@@ -214,5 +277,5 @@ def test_weights_of_the_checkpoints_type_give_the_bits_of_float32(tmp_path: Path
     if library.rounds_inputs:
         pytest.skip("this processor multiplies bfloat16, and rounds inputs to it")
     model = save_family(tmp_path, "smol", dtype=torch.bfloat16)
-    logits = [logits_of(Driver(load(model, dtype=dtype)), [0, PROMPT]) for dtype in ("auto", "float32")]
+    logits = [logits_of(Driver(load(model, device="cpu", dtype=dtype)), [0, PROMPT]) for dtype in ("auto", "float32")]
     assert torch.equal(*logits)

@@ -11,6 +11,8 @@ import torch
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
 from services.worker.engine.kernels.gpu.kernels import GpuKernels
 from services.worker.engine.kernels.gpu.latent_attention import GpuLatentAttention
+from services.worker.engine.kernels.gpu.ordered_attention import OrderedAttention
+from services.worker.engine.kernels.gpu.ordered_kernels import OrderedKernels
 from services.worker.engine.kernels.gpu.prebuild import LATENT_DIMS, is_latent_missing, is_missing
 
 if TYPE_CHECKING:
@@ -27,15 +29,23 @@ class GpuBackend:
 
     name = "gpu"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, max_rows: int) -> None:
-        """Compute in `dtype` on `device`, with at most `max_rows` rows that decode."""
-        self.kernels: Kernels = GpuKernels(dtype, device)
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, max_rows: int, *, is_deterministic: bool = False
+    ) -> None:
+        """Compute in `dtype` on `device`, with at most `max_rows` rows that decode.
+
+        If it `is_deterministic`, only programs whose sums have one order are used; see `engine/determinism.py`.
+        """
+        self.kernels: Kernels = OrderedKernels(dtype, device) if is_deterministic else GpuKernels(dtype, device)
+        self._is_deterministic = is_deterministic
         self._dtype = dtype
         self._device = device
         self._max_rows = max_rows
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the attention for one model shape."""
+        if self._is_deterministic:
+            return OrderedAttention(shape, rotary, self._max_rows)
         if shape.latent_dim is not None:
             return GpuLatentAttention(shape, rotary, self._latent_chunks(shape), self._max_rows)
         return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)

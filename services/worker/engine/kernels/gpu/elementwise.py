@@ -196,7 +196,7 @@ def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 def rotate_and_store(
     qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch, shape: AttentionShape,
-    angles: torch.Tensor,
+    angles: torch.Tensor, *, is_ordered: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Normalise and rotate queries in place, store rotated keys and values; return the queries, a view of `qkv`.
 
@@ -207,13 +207,14 @@ def rotate_and_store(
         batch: says where tokens are and go.
         shape: of the heads.
         angles: [positions, head_dim] float32, cosines then sines.
+        is_ordered: heads are normalised with the same order of sums for any number of tokens.
     """
     tokens = qkv.shape[0]
     heads = shape.query_heads + 2 * shape.kv_heads
     stride_page, stride_head, stride_token, _ = layer.keys.stride()
     scales = (angles, angles) if layer.scales is None else (layer.scales.keys, layer.scales.values)
     if tokens:
-        heads_at_once, warps = _BUNDLED if tokens >= _MANY_TOKENS else _SPREAD
+        heads_at_once, warps = _BUNDLED if tokens >= _MANY_TOKENS and not is_ordered else _SPREAD
         _rotate_and_store[(tokens, triton.cdiv(heads, heads_at_once))](
             qkv, layer.keys, layer.values, *scales, angles, batch.positions, batch.write_slots,
             norms.query if norms else qkv, norms.key if norms else qkv, norms.epsilon if norms else 0.0,

@@ -198,6 +198,8 @@ _MANY = 32
 _FEW_PACKED = ExpertTuning(rows=16, columns=32, depth=64, warps=4, stages=4)
 _SOME_PACKED = ExpertTuning(rows=32, columns=32, depth=64, warps=4, stages=4)
 _MANY_PACKED = ExpertTuning(rows=64, columns=64, depth=64, warps=4, stages=3)
+# Of any number of pairs, with sums in one order: other blocks would use another matrix instruction.
+ORDERED_PAIRS = ExpertTuning(rows=64, columns=64, depth=64, warps=4, stages=4)
 # From so many pairs per expert on, packed weights are widened first, if that takes no more memory than this.
 _WIDENED = 128
 _WIDENED_BYTES = 2 * 1024**3
@@ -395,10 +397,14 @@ class GpuExperts:
 
     def __init__(
         self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, dtype: torch.dtype,
-        device: torch.device, *, are_all: bool = True,
+        device: torch.device, *, are_all: bool = True, tuning: ExpertTuning | None = None,
     ) -> None:  # fmt: skip
-        """Copy `count` experts to `device`, one after the other; see `Kernels.experts`."""
+        """Copy `count` experts to `device`, one after the other; see `Kernels.experts`.
+
+        Without a `tuning` for all passes, it is chosen by the number of pairs.
+        """
         self._are_all = are_all
+        self._tuning = tuning
         prepared = (_prepared(each, dtype) for each in matrices)
         first = next(prepared)
         self._columns, self._hidden = first.gate.shape
@@ -441,7 +447,7 @@ class GpuExperts:
         stacks = [stack for stack in (self._gate_up, self._down) if isinstance(stack, _PackedStack)]
         has_memory = all(stack.widened_bytes <= _WIDENED_BYTES for stack in stacks)
         is_widened = bool(stacks) and has_memory and pairs >= _WIDENED * experts
-        tuning = tuning_for(pairs, experts, is_packed=bool(stacks) and not is_widened)
+        tuning = self._tuning or tuning_for(pairs, experts, is_packed=bool(stacks) and not is_widened)
         expert_of, order = expert_ids.flatten().sort(stable=True)
         starts = torch.searchsorted(expert_of, self._bounds)  # [experts + 1]
         last_blocks = ((starts.diff() + tuning.rows - 1) // tuning.rows).cumsum(0)

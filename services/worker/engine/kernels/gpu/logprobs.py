@@ -29,6 +29,18 @@ def _weigh(logits, peaks, masses, vocabulary, chunks, CHUNK: tl.constexpr):
     tl.store(masses + index * chunks + chunk, tl.sum(shares, axis=0))
 
 
+@triton.jit
+def _normalise(peaks, masses, normalizers, chunks, CHUNKS: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, CHUNKS)
+    inside = columns < chunks
+    tops = tl.load(peaks + index * chunks + columns, mask=inside, other=-float("inf"))
+    parts = tl.load(masses + index * chunks + columns, mask=inside, other=0.0)
+    peak = tl.max(tops, axis=0)
+    mass = tl.sum(tl.where(inside, parts * tl.exp(tops - peak), 0.0), axis=0)
+    tl.store(normalizers + index, peak + tl.log(mass))
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobBuffers:
     """Log probabilities on the device, for rows that asked and those that did not alike."""
@@ -67,9 +79,9 @@ def report(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor, i
     peaks = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     masses = torch.empty_like(peaks)
     _weigh[(rows, chunks)](logits, peaks, masses, vocabulary, chunks, CHUNK=_CHUNK, num_warps=4)
-    peak = peaks.amax(dim=1, keepdim=True)
-    normalizer = peak + (masses * (peaks - peak).exp()).sum(dim=1, keepdim=True).log()
+    normalizers = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
+    _normalise[(rows,)](peaks, masses, normalizers, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1)
     values, ids = top_entries(pad_to_blocks(logits, -torch.inf), into.top_ids.shape[1])
     own = logits.gather(1, token_ids.long()[:, None])
-    torch.sub(torch.cat([own, values, logits.gather(1, named)], dim=1).float(), normalizer, out=into.values)
+    torch.sub(torch.cat([own, values, logits.gather(1, named)], dim=1).float(), normalizers, out=into.values)
     into.top_ids.copy_(ids)

@@ -23,6 +23,8 @@ from services.worker.engine.kernels.gpu import (
     grouped_product,
     int4_product,
     latent_programs,
+    ordered_attention,
+    ordered_product,
     product_launch,
     quantised_linear,
     rank_sums,
@@ -41,13 +43,30 @@ HOPPER = GPUTarget("cuda", 90, 32)
 FLOATS = ("*bf16", "*fp16", "*fp32")
 
 
+# Matrix instructions of warps, and of four warps together.
+WARPS, WARPGROUPS = "mma.sync.aligned.m16n8k16", "wgmma.mma_async.sync.aligned.m64"
+
+
 def build(program: Any, types: str, warps: int, **constants: float) -> int:
     """Return the size of what comes out; `types` are those of the arguments that are no constants."""
+    return len(compiled(program, types, warps, **constants).asm["cubin"])
+
+
+def build_by(instruction: str, program: Any, types: str, warps: int, **constants: float) -> int:
+    """Do the same, and check that this is the matrix instruction of all products."""
+    done = compiled(program, types, warps, **constants)
+    found = {name for name in (WARPS, WARPGROUPS) if name in done.asm["ptx"]}
+    assert found == {instruction}, f"{program.__name__} {constants} multiplies by {found}"
+    return len(done.asm["cubin"])
+
+
+def compiled(program: Any, types: str, warps: int, **constants: float) -> Any:
+    """Return what Triton's compiler makes of a program."""
     rest = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(rest) for name in program.arg_names}
     values = {(program.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=program, signature=signature, constexprs=values)
-    return len(triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm["cubin"])
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps})
 
 
 def main() -> None:
@@ -72,7 +91,7 @@ def main() -> None:
     for adds in (0, 1):
         norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
         sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
-    sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes() + adapter_sizes()
+    sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes() + adapter_sizes() + ordered_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
 
@@ -223,6 +242,40 @@ def adapter_sizes() -> list[int]:
             sizes.append(
                 build(adapter_products._expand_and_gate, gate, gated.warps, **shrunk, **cut, ACTIVATION=activation)
             )
+    return sizes
+
+
+def ordered_sizes() -> list[int]:
+    """Compile what deterministic mode uses; with every tile, one kind of product is by one matrix instruction."""
+    sizes = []
+    for tile, adds in itertools.product(ordered_product.TILES, (False, True)):
+        blocks = f"tensordesc<bf16[{tile.rows},{tile.depth}]> tensordesc<bf16[{tile.columns},{tile.depth}]>"
+        cut: Constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": 8}
+        how: Constants = {"HAS_BIAS": True, "ADDS": adds, "OVERLAPS": True}
+        given = f"{blocks} *bf16 *{'fp32' if adds else 'bf16'} i32 i32 i32"
+        sizes.append(build_by(WARPGROUPS, ordered_product._product, given, tile.warps, **cut, **how))
+    tuning = ordered_attention.OrderedTuning()
+    for decodes, is_cut, head_dim in itertools.product((True, False), (True, False), (64, 128, 256)):
+        lines = tuning.decode if decodes else tuning.chunk
+        shape: Constants = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "WIDTH": head_dim, "PAGE_SIZE": 16}
+        cut = {"HEIGHT": lines.height, "TOKENS": 1 if decodes else lines.height // 4, "BLOCK": 64, "SEGMENT": 256}
+        how = {
+            "SEARCH": 1 if decodes else 16, "DECODES": decodes, "IS_CUT": is_cut, "WINDOW_LEFT": 1023,
+            "CHUNKED": False, "CAPPED": True, "HAS_SINKS": True, "OVERLAPS": True,
+        }  # fmt: skip
+        given = f"{'*bf16 ' * 4} {'*i32 ' * 4} *fp32 *fp32 *i32 *fp32 fp32 fp32 {'i32 ' * 7}"
+        sizes.append(build_by(WARPS, ordered_attention._attend, given, lines.warps, **shape, **cut, **how))
+    first = experts.ORDERED_PAIRS
+    for is_first in (True, False):
+        cut = {"ROWS": first.rows, "COLUMNS": first.columns, "DEPTH": first.depth, "IS_FIRST": is_first}
+        routing: Constants = {"PER_TOKEN": 8, "EXPERTS": 128, "SEARCH": 128, "HAS_BIAS": False, "ACTIVATION": 0}
+        given = f"*bf16 *bf16 *fp32 *fp32 *bf16 *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 7}"
+        sizes.append(
+            build_by(
+                WARPGROUPS, experts._grouped_product, given, first.warps, SCALED=False, GROUPED=False, **cut, **routing
+            )
+        )
+    sizes.append(build(reporting._normalise, "*fp32 *fp32 *fp32 i32", 1, CHUNKS=64))
     return sizes
 
 

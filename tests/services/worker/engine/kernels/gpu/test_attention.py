@@ -33,6 +33,7 @@ TOKEN_MAJOR, HEAD_MAJOR = KvLayout.TOKEN_MAJOR, KvLayout.HEAD_MAJOR
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from services.worker.engine.kernels.interface import AttentionBackend
     from services.worker.engine.model.batch import ForwardBatch
 
 
@@ -76,7 +77,7 @@ def table(shape: AttentionShape) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def check(case: Case, device: torch.device, make: Callable[[AttentionShape], GpuAttention]) -> None:
+def check(case: Case, device: torch.device, make: Callable[[AttentionShape], AttentionBackend]) -> None:
     """Store and attend with both; compare queries, pool and outputs."""
     torch.manual_seed(case.seed)
     first, second = torch.rand(2, case.shape.head_dim).to(DTYPE)
