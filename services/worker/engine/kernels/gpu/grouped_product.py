@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu import int4_product
 from services.worker.engine.kernels.gpu.dependent_launch import follow
 from services.worker.engine.kernels.gpu.product_launch import (
     FOUR_EACH,
@@ -24,6 +23,8 @@ from services.worker.engine.kernels.gpu.product_launch import (
 from services.worker.engine.quantization.grouped import Numbers, in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.worker.engine.quantization.grouped import GroupedMatrix
 
 # With more tokens, packed weights are widened, this many at once, and multiplied by the library.
@@ -171,7 +172,6 @@ class GroupedProduct:
         self._bits, self._group, self._order = matrix.bits, matrix.group, matrix.order
         self._is_e2m1 = matrix.numbers is Numbers.E2M1
         self._pack = pack_of(self._width, self._group)
-        self._is_int4 = self._bits == 4 and not self._is_e2m1 and self._group >= self._pack // 2
         self._low, self._high = packed(matrix.values, matrix.bits, self._pack)
         # [groups, out], as programs read them.
         self._scales = scales_on_device(matrix).t().contiguous()
@@ -181,11 +181,8 @@ class GroupedProduct:
         """Write the product [tokens, out] to `outputs`, or add it."""
         inputs = in_order(inputs, self._order).contiguous()
         tokens = inputs.shape[0]
-        if tokens > (int4_product.MOST_TOKENS if self._is_int4 else _MOST_TOKENS):
-            self._write_widened(inputs, bias, outputs, adds=adds)
-            return
-        if self._is_int4:
-            self._write_int4(inputs, bias, outputs, adds=adds)
+        if tokens > _MOST_TOKENS:
+            write_widened(self.widened, inputs, bias, outputs, adds=adds)
             return
         tile = tile_for(tokens, self.outputs)
         if tile.rows == tile.columns == 64 and self.outputs < 64 * MULTIPROCESSORS:
@@ -209,35 +206,6 @@ class GroupedProduct:
         )  # fmt: skip
         return weights
 
-    def _write_int4(
-        self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool
-    ) -> None:
-        tokens = inputs.shape[0]
-        tile = int4_product.int4_tile(tokens)
-        launch = ProductLaunch(tile, bias, outputs, adds, self._width // self._pack)
-        partial_sums = launch.partial_sums()
-        int4_product.int4_product[launch.grid](
-            inputs, self._low, self._scales, self._scales if self._shifts is None else self._shifts,
-            inputs if bias is None else bias, outputs, partial_sums, tokens, self.outputs, self._width,
-            PACK=self._pack, GROUP=self._group, HAS_SHIFTS=self._shifts is not None,
-            SWAPPED=int4_product.is_swapped(tile), **launch.constants,
-        )  # fmt: skip
-        launch.join(partial_sums)
-
-    def _write_widened(
-        self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool
-    ) -> None:
-        height = max(1, _WIDENED_AT_ONCE // self._width // _ALIGNED_OUTPUTS) * _ALIGNED_OUTPUTS
-        for start in range(0, self.outputs, height):
-            part = slice(start, min(self.outputs, start + height))
-            product = inputs @ self.widened(inputs.dtype, part).t()
-            if bias is not None:
-                product += bias[part]
-            if adds:
-                outputs[:, part] += product
-            else:
-                outputs[:, part] = product
-
     @property
     def _weights(self) -> tuple[torch.Tensor, ...]:
         return self._low, self._high, self._scales, self._scales if self._shifts is None else self._shifts
@@ -248,6 +216,24 @@ class GroupedProduct:
             "BITS": self._bits, "PACK": self._pack, "GROUP": self._group, "HAS_SHIFTS": self._shifts is not None,
             "IS_E2M1": self._is_e2m1,
         }  # fmt: skip
+
+
+def write_widened(
+    widened: Callable[[torch.dtype, slice], torch.Tensor], inputs: torch.Tensor, bias: torch.Tensor | None,
+    outputs: torch.Tensor, *, adds: bool,
+) -> None:  # fmt: skip
+    """Write the product [tokens, out] to `outputs`, or add it; `widened` returns the weights of some outputs."""
+    width, columns = inputs.shape[1], outputs.shape[1]
+    height = max(1, _WIDENED_AT_ONCE // width // _ALIGNED_OUTPUTS) * _ALIGNED_OUTPUTS
+    for start in range(0, columns, height):
+        part = slice(start, min(columns, start + height))
+        product = inputs @ widened(inputs.dtype, part).t()
+        if bias is not None:
+            product += bias[part]
+        if adds:
+            outputs[:, part] += product
+        else:
+            outputs[:, part] = product
 
 
 def scales_on_device(matrix: GroupedMatrix) -> torch.Tensor:

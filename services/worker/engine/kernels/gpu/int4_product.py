@@ -1,153 +1,364 @@
-"""Products with four-bit integers, which become numbers of the inputs' type without being converted.
+"""Products with four-bit integers, which become weights in registers, in the order in which matrix units take them.
 
-Scales multiply the sums of a group's products instead of the weights, so that weights are not rounded.
+A weight is (integer - zero point) * scale, rounded to the inputs' type as dequantisation rounds it; integers and zero
+points are exact. Sums are never scaled.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
 from services.worker.engine.kernels.gpu.dependent_launch import follow
-from services.worker.engine.kernels.gpu.product_launch import FOUR_EACH, TWO_EACH, Tile, put
+from services.worker.engine.kernels.gpu.grouped_product import write_widened
+from services.worker.engine.kernels.gpu.product_launch import MULTIPROCESSORS, TWO_EACH, ProductLaunch, Tile, put
+from services.worker.engine.quantization.grouped import Numbers, in_order
+
+if TYPE_CHECKING:
+    from services.worker.engine.quantization.grouped import GroupedMatrix
 
 # With more tokens, widening the weights for the library is faster.
-MOST_TOKENS = 512
-# Subtracted from all integers. A matrix without shifts has this zero point.
-MIDDLE = tl.constexpr(8)
+_MOST_TOKENS = 512
+# Weights are stored in blocks of so many outputs and inputs.
+_OUTPUTS, _INPUTS = 16, 64
+_MIDDLE = tl.constexpr(8)
+# What else is needed besides integers and scales: nothing, zero points, or numbers that are added to scaled integers.
+_SYMMETRIC, _ZERO_POINTS, _SHIFTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Triton's interpreter has no assembler.
 _HAS_ASSEMBLER = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
-# Unpacks four bytes ($4) with two integers each, into numbers of the lower halves of all bytes ($0, $1), and of the
-# upper ones ($2, $3). An integer becomes the low bits of 128 (bfloat16) or 1,024 (float16), which {middle} subtracts
-# together with MIDDLE; both are exact.
-_UNPACK = """{{
-    .reg .b32 low, high, middle;
-    mov.b32 middle, {middle};
-    and.b32 low, $4, 0x0F0F0F0F;
-    shr.u32 high, $4, 4;
-    and.b32 high, high, 0x0F0F0F0F;
-    prmt.b32 $0, low, {exponent}, 0x4140;
-    prmt.b32 $1, low, {exponent}, 0x4342;
-    prmt.b32 $2, high, {exponent}, 0x4140;
-    prmt.b32 $3, high, {exponent}, 0x4342;
-    add.rn.{kind}x2 $0, $0, middle;
-    add.rn.{kind}x2 $1, $1, middle;
-    add.rn.{kind}x2 $2, $2, middle;
-    add.rn.{kind}x2 $3, $3, middle;
-}}"""
-# -136 and -1032, twice.
-_UNPACK_BFLOAT16 = tl.constexpr(_UNPACK.format(kind="bf16", exponent="0x43434343", middle="0xC308C308"))
-_UNPACK_FLOAT16 = tl.constexpr(_UNPACK.format(kind="f16", exponent="0x64646464", middle="0xE408E408"))
+
+
+def _assembler(kind: str, offset: tl.constexpr) -> tl.constexpr:
+    """Write what unpacks four bytes ($4) with two integers each, and returns weights of `kind`, two in a register.
+
+    $0 and $1 are the weights of the lower halves of all bytes, $2 and $3 those of the upper halves. An integer becomes
+    the low bits of 128 (bfloat16) or 1,024 (float16), which is subtracted together with the zero point; both are exact.
+    From $5 on there are scales of both halves, two registers each, then their zero points or shifts.
+    """
+    exponent, middle = ("0x43434343", "0xC308C308") if kind == "bf16" else ("0x64646464", "0xE408E408")
+    lines = [
+        ".reg .b32 low, high, middle;",
+        f"mov.b32 middle, {middle};",
+        "and.b32 low, $4, 0x0F0F0F0F;",
+        "shr.u32 high, $4, 4;",
+        "and.b32 high, high, 0x0F0F0F0F;",
+    ]
+    for i, (half, chosen) in enumerate(itertools.product(("low", "high"), ("0x4140", "0x4342"))):
+        zero = f"${9 + i}" if offset.value == _ZERO_POINTS.value else "middle"
+        scaled = f"fma.rn.{kind}x2 ${i}, ${i}, ${5 + i}, ${9 + i};"
+        lines += [
+            f"prmt.b32 ${i}, {half}, {exponent}, {chosen};",
+            f"add.rn.{kind}x2 ${i}, ${i}, {zero};",
+            scaled if offset.value == _SHIFTS.value else f"mul.rn.{kind}x2 ${i}, ${i}, ${5 + i};",
+        ]
+    return tl.constexpr("{ " + "\n".join(lines) + " }")
+
+
+_BFLOAT16 = _assembler("bf16", _SYMMETRIC)
+_BFLOAT16_ZERO_POINTS = _assembler("bf16", _ZERO_POINTS)
+_BFLOAT16_SHIFTS = _assembler("bf16", _SHIFTS)
+_FLOAT16 = _assembler("f16", _SYMMETRIC)
+_FLOAT16_ZERO_POINTS = _assembler("f16", _ZERO_POINTS)
+_FLOAT16_SHIFTS = _assembler("f16", _SHIFTS)
 
 
 @triton.jit
-def _unpack(pairs, ELEMENT: tl.constexpr):
-    """Return the integers in the lower and the upper half of bytes, minus MIDDLE."""
+def _half(both, HALF: tl.constexpr, ELEMENT: tl.constexpr):
+    """Return the number in one half of 32 bits."""
+    return (both >> (16 * HALF)).to(tl.int16).to(ELEMENT, bitcast=True)
+
+
+@triton.jit
+def _assembled(pairs, scales, offsets, CODE: tl.constexpr, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
+    """Unpack bytes by a program of the assembler."""
+    low, high = _half(scales, HALF=0, ELEMENT=ELEMENT), _half(scales, HALF=1, ELEMENT=ELEMENT)
+    if OFFSET == _SYMMETRIC:
+        return tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,=&r,=&r,r,r,r,r,r", [pairs, low, high], dtype=(low.dtype, low.dtype), is_pure=True, pack=4
+        )
+    low_offsets, high_offsets = _half(offsets, HALF=0, ELEMENT=ELEMENT), _half(offsets, HALF=1, ELEMENT=ELEMENT)
+    return tl.inline_asm_elementwise(
+        CODE, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [pairs, low, high, low_offsets, high_offsets],
+        dtype=(low.dtype, low.dtype), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _interpreted(pairs, scales, offsets, HALF: tl.constexpr, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
+    """Return the weights of one half of each byte."""
+    integers = ((pairs.to(tl.int32) >> (4 * HALF)) & 15).to(tl.float32)
+    factors = _half(scales, HALF=HALF, ELEMENT=ELEMENT).to(tl.float32)
+    if OFFSET == _SYMMETRIC:
+        return ((integers - _MIDDLE) * factors).to(ELEMENT)
+    others = _half(offsets, HALF=HALF, ELEMENT=ELEMENT).to(tl.float32)
+    if OFFSET == _SHIFTS:
+        return ((integers - _MIDDLE) * factors + others).to(ELEMENT)
+    base: tl.constexpr = 128.0 if tl.bfloat16 == ELEMENT else 1024.0
+    return ((integers + base + others) * factors).to(ELEMENT)
+
+
+@triton.jit
+def _unpack(pairs, scales, offsets, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
+    """Return the weights of the lower and the upper half of bytes."""
     if _HAS_ASSEMBLER and (tl.bfloat16 == ELEMENT):
-        return tl.inline_asm_elementwise(
-            _UNPACK_BFLOAT16, "=&r,=&r,=&r,=&r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        code: tl.constexpr = (
+            _BFLOAT16 if OFFSET == _SYMMETRIC else _BFLOAT16_ZERO_POINTS if OFFSET == _ZERO_POINTS else _BFLOAT16_SHIFTS
         )
+        return _assembled(pairs, scales, offsets, CODE=code, OFFSET=OFFSET, ELEMENT=ELEMENT)
     if _HAS_ASSEMBLER and (tl.float16 == ELEMENT):
-        return tl.inline_asm_elementwise(
-            _UNPACK_FLOAT16, "=&r,=&r,=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        narrow_code: tl.constexpr = (
+            _FLOAT16 if OFFSET == _SYMMETRIC else _FLOAT16_ZERO_POINTS if OFFSET == _ZERO_POINTS else _FLOAT16_SHIFTS
         )
-    wide = pairs.to(tl.int32)
-    return ((wide & 15) - MIDDLE).to(ELEMENT), ((wide >> 4) - MIDDLE).to(ELEMENT)
+        return _assembled(pairs, scales, offsets, CODE=narrow_code, OFFSET=OFFSET, ELEMENT=ELEMENT)
+    return (
+        _interpreted(pairs, scales, offsets, HALF=0, OFFSET=OFFSET, ELEMENT=ELEMENT),
+        _interpreted(pairs, scales, offsets, HALF=1, OFFSET=OFFSET, ELEMENT=ELEMENT),
+    )
 
 
 @triton.jit
-def _sums_of(weights, given, sums, SWAPPED: tl.constexpr):
-    return tl.dot(weights, given, sums) if SWAPPED else tl.dot(given, weights, sums)
+def _of_steps(
+    numbers, SLICES: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Bring pairs of numbers [slices, blocks, 8, all groups] to the shape of bytes, or one that is broadcast to it."""
+    steps: tl.constexpr = STEPS if GROUPS >= STEPS else GROUPS
+    numbers = tl.reshape(numbers, [SLICES, BLOCKS, 8, steps, GROUPS // steps])
+    return tl.permute(numbers, (0, 1, 3, 2, 4))[:, :, :, :, None, :, None]
 
 
 @triton.jit
-def _scaled(part, given, scales, shifts, mask, HAS_SHIFTS: tl.constexpr, STEPS: tl.constexpr):
-    """Return a part's sums times its scales, plus its shifts times the sums of its inputs, along the axis STEPS."""
-    factors = tl.load(scales, mask=mask, other=0.0)
-    scaled = part * factors
-    if HAS_SHIFTS:
-        offsets = tl.load(shifts, mask=mask, other=0.0) + MIDDLE * factors
-        scaled += offsets * tl.expand_dims(given, STEPS)
-    return scaled
+def _weights(
+    pairs, scales, offsets, SLICES: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr, ELEMENT: tl.constexpr, ARE_MIXED: tl.constexpr,
+):  # fmt: skip
+    """Return weights [slices, 16 * blocks, DEPTH] of bytes [slices, blocks, 8 * DEPTH]; see `packed`.
+
+    If ARE_MIXED, of each 64 inputs those are next to each other that one thread holds, as `_mixed` has them.
+    """
+    steps: tl.constexpr = DEPTH // 64
+    of_step: tl.constexpr = GROUPS // steps if steps < GROUPS else 1
+    pairs = tl.reshape(pairs, [SLICES, BLOCKS, steps, 8, 4, of_step, 16 // of_step])
+    scales = _of_steps(scales, SLICES=SLICES, BLOCKS=BLOCKS, STEPS=steps, GROUPS=GROUPS)
+    offsets = _of_steps(offsets, SLICES=SLICES, BLOCKS=BLOCKS, STEPS=steps, GROUPS=GROUPS)
+    lower, upper = _unpack(pairs, scales, offsets, OFFSET=OFFSET, ELEMENT=ELEMENT)
+    # [slices, blocks, step, output of 8, thread of 4, sixteen of 4, half of it, one of a pair, half of the outputs]
+    both = tl.reshape(tl.join(lower, upper), [SLICES, BLOCKS, steps, 8, 4, 4, 2, 2, 2])
+    both = tl.permute(both, (0, 1, 8, 3, 2, 6, 4, 5, 7) if ARE_MIXED else (0, 1, 8, 3, 2, 5, 6, 4, 7))
+    return tl.reshape(both, [SLICES, BLOCKS * 16, DEPTH])
+
+
+@triton.jit
+def _mixed(given, SLICES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Return inputs [slices, rows, DEPTH] as [slices, DEPTH, rows], in the order of weights that are mixed."""
+    given = tl.reshape(given, [SLICES, ROWS, DEPTH // 64, 4, 2, 4, 2])
+    return tl.reshape(tl.permute(given, (0, 2, 4, 5, 3, 6, 1)), [SLICES, DEPTH, ROWS])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def int4_product(
-    inputs, pairs, scales, shifts, bias, outputs, partial_sums, tokens, columns, width,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_SHIFTS: tl.constexpr, SWAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+    inputs, pairs, scales, offsets, bias, outputs, partial_sums, tokens, columns, width,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, OFFSET: tl.constexpr, IS_RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply inputs [tokens, width] with weights [columns, width].
+    """Multiply inputs [tokens, width] with weights [columns, width], DEPTH inputs of each slice at a time.
 
-    A byte of `pairs` [columns, width / 2] holds those of the same place in both halves of a PACK of inputs; a half has
-    one scale. With SWAPPED, weights are the product's left factor, which matrix units of Hopper take from registers.
+    Weights are the product's left factor, which matrix units take from registers. With several SLICES each warp
+    multiplies a slice of the inputs by itself, and their sums are added in the end. IS_RAGGED: slices do not divide the
+    width.
     """
     if OVERLAPS:
         follow()
-    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    all_blocks: tl.constexpr = COLUMNS // 16
+    groups: tl.constexpr = DEPTH // GROUP if DEPTH > GROUP else 1
+    blocks = tl.program_id(0) * all_blocks + tl.arange(0, all_blocks)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    half: tl.constexpr = PACK // 2
-    steps = tl.arange(0, half)
-    # Of outputs in the tile of weights, [COLUMNS, half] if swapped, and of steps in that of inputs, [half, ROWS].
-    axis: tl.constexpr = 0 if SWAPPED else 1
-    in_columns, in_rows = tl.expand_dims(at < columns, 1 - axis), tl.expand_dims(rows < tokens, axis)
-    of_weights = tl.expand_dims(at, 1 - axis)
-    at_pairs = pairs + of_weights.to(tl.int64) * (width // 2) + tl.expand_dims(steps, axis)
-    at_inputs = inputs + tl.expand_dims(rows, axis).to(tl.int64) * width + tl.expand_dims(steps, 1 - axis)
-    nothing = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
-    sums = nothing
-    of_part = tl.cdiv(width // PACK, PARTS)
-    first = tl.program_id(2) * of_part
-    for block in range(first, tl.minimum(first + of_part, width // PACK)):
-        packed = tl.load(at_pairs + block * half, mask=in_columns, other=0)
-        lower, upper = _unpack(packed, inputs.dtype.element_ty)
-        given = tl.load(at_inputs + block * PACK, mask=in_rows, other=0.0)
-        given_upper = tl.load(at_inputs + block * PACK + half, mask=in_rows, other=0.0)
-        total, total_upper = nothing, nothing
-        if HAS_SHIFTS:
-            total, total_upper = tl.sum(given.to(tl.float32), axis), tl.sum(given_upper.to(tl.float32), axis)
-        at_scales = (block * PACK // GROUP) * columns + of_weights
-        part = _sums_of(lower, given, nothing, SWAPPED=SWAPPED)
-        if GROUP >= PACK:
-            part = _sums_of(upper, given_upper, part, SWAPPED=SWAPPED)
-            if HAS_SHIFTS:
-                total += total_upper
-            sums += _scaled(
-                part, total, scales + at_scales, shifts + at_scales, in_columns, HAS_SHIFTS=HAS_SHIFTS, STEPS=axis
-            )
+    part = tl.program_id(2)
+    slices = tl.arange(0, SLICES)
+    stored = tl.cdiv(columns, 16)
+    in_blocks, in_rows = (blocks < stored)[None, :, None], (rows < tokens)[None, :, None]
+    at_pairs = pairs + blocks.to(tl.int64)[None, :, None] * (width * 8) + slices[:, None, None] * (DEPTH * 8)
+    at_pairs += tl.arange(0, DEPTH * 8)[None, None, :]
+    at_inputs = inputs + rows.to(tl.int64)[None, :, None] * width + slices[:, None, None] * DEPTH
+    at_inputs += tl.arange(0, DEPTH)[None, None, :]
+    of_outputs = blocks[None, :, None, None] * 8 + tl.arange(0, 8)[None, None, :, None]
+    sums = tl.zeros([COLUMNS, ROWS] if SLICES == 1 else [SLICES, COLUMNS, ROWS], tl.float32)
+    steps = width // DEPTH
+    of_part = tl.cdiv(tl.cdiv(steps, PARTS), SLICES) * SLICES
+    first = part * of_part
+    for step in range(first, tl.minimum(first + of_part, steps), SLICES):
+        here, given_here = in_blocks, in_rows
+        if IS_RAGGED:
+            inside = (step + slices < steps)[:, None, None]
+            here, given_here = in_blocks & inside, in_rows & inside
+        packed = tl.load(at_pairs + step * (DEPTH * 8), mask=here, other=0)
+        group = ((step + slices) * DEPTH // GROUP)[:, None, None, None] + tl.arange(0, groups)[None, None, None, :]
+        at_group = group * (stored * 8) + of_outputs
+        factors = tl.load(scales + at_group, mask=here[:, :, :, None], other=0)
+        others = factors
+        if OFFSET != _SYMMETRIC:
+            others = tl.load(offsets + at_group, mask=here[:, :, :, None], other=0)
+        given = tl.load(at_inputs + step * DEPTH, mask=given_here, other=0.0)
+        weights = _weights(
+            packed, factors, others, SLICES=SLICES, BLOCKS=all_blocks, DEPTH=DEPTH, GROUPS=groups, OFFSET=OFFSET,
+            ELEMENT=inputs.dtype.element_ty, ARE_MIXED=SLICES > 1,
+        )  # fmt: skip
+        if SLICES == 1:
+            given = tl.trans(tl.reshape(given, [ROWS, DEPTH]))
+            sums = tl.dot(tl.reshape(weights, [COLUMNS, DEPTH]), given, sums)
         else:
-            sums += _scaled(
-                part, total, scales + at_scales, shifts + at_scales, in_columns, HAS_SHIFTS=HAS_SHIFTS, STEPS=axis
-            )
-            at_scales += columns
-            part = _sums_of(upper, given_upper, nothing, SWAPPED=SWAPPED)
-            sums += _scaled(
-                part, total_upper, scales + at_scales, shifts + at_scales, in_columns,
-                HAS_SHIFTS=HAS_SHIFTS, STEPS=axis,
-            )  # fmt: skip
-    if SWAPPED:
-        sums = tl.trans(sums)
-    part_number = tl.program_id(2)
+            sums = tl.dot(weights, _mixed(given, SLICES=SLICES, ROWS=ROWS, DEPTH=DEPTH), sums)
+    if SLICES > 1:
+        sums = tl.sum(sums, 0)
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     put(
-        sums, bias, outputs, partial_sums, part_number, tokens, rows, at, columns,
+        tl.trans(sums), bias, outputs, partial_sums, part, tokens, rows, at, columns,
         HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS,
     )  # fmt: skip
 
 
-def int4_tile(tokens: int) -> Tile:
-    """Choose the tile of a product of up to MOST_TOKENS tokens, as measured with the shapes of an 8B model."""
-    if tokens <= 16:
-        return Tile(16, 64, 4, 3, programs=FOUR_EACH, steps=8)
+@triton.jit
+def widen(
+    pairs, scales, offsets, widened, first, last, columns, width,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Write the weights of outputs `first` (a multiple of 16) to `last` to `widened` [last - first, width]."""
+    groups: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    stored, step = tl.cdiv(columns, 16), tl.program_id(1)
+    at = first // 16 + blocks
+    here = (at < stored)[None, :, None]
+    packed = tl.load(
+        pairs + at.to(tl.int64)[None, :, None] * (width * 8) + step * 512 + tl.arange(0, 512)[None, None, :],
+        mask=here, other=0,
+    )  # fmt: skip
+    group = step * 64 // GROUP + tl.arange(0, groups)[None, None, None, :]
+    at_group = group * (stored * 8) + at[None, :, None, None] * 8 + tl.arange(0, 8)[None, None, :, None]
+    factors = tl.load(scales + at_group, mask=here[:, :, :, None], other=0)
+    others = factors
+    if OFFSET != _SYMMETRIC:
+        others = tl.load(offsets + at_group, mask=here[:, :, :, None], other=0)
+    weights = _weights(
+        packed, factors, others, SLICES=1, BLOCKS=BLOCKS, DEPTH=64, GROUPS=groups, OFFSET=OFFSET,
+        ELEMENT=widened.dtype.element_ty, ARE_MIXED=False,
+    )  # fmt: skip
+    rows = tl.program_id(0) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
+    targets = widened + rows.to(tl.int64)[:, None] * width + step * 64 + tl.arange(0, 64)[None, :]
+    tl.store(targets, tl.reshape(weights, [BLOCKS * 16, 64]), mask=(first + rows < last)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tile:
+    """Division of a product: besides that of all products, slices of a program, and inputs of a slice in a step."""
+
+    tile: Tile
+    slices: int
+    depth: int
+
+
+def int4_tile(tokens: int, outputs: int, width: int) -> Int4Tile:
+    """Choose the division of a product of up to _MOST_TOKENS tokens."""
     if tokens <= 32:
-        return Tile(32, 64, 4, 5, programs=FOUR_EACH, steps=8)
-    if tokens <= 64:
-        return Tile(64, 128, 8, 3, programs=TWO_EACH, steps=8, least_parts=3)
-    return Tile(128, 64, 4, 3, programs=TWO_EACH, steps=8, least_parts=3)
+        rows = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
+        columns = 32 if outputs >= 32 * TWO_EACH else 16
+        depth = 128 if rows == 8 and width % 128 == 0 else 64
+        return Int4Tile(Tile(rows, columns, 8, 4, programs=MULTIPROCESSORS, steps=2), slices=8, depth=depth)
+    tile = Tile(64, 128, 4, 5) if tokens <= 64 else Tile(128, 64, 4, 4)
+    return Int4Tile(replace(tile, programs=TWO_EACH, steps=16, least_parts=3), slices=1, depth=64)
 
 
-def is_swapped(tile: Tile) -> bool:
-    """Return whether weights are the left factor: of few tokens, smaller matrix units waste less."""
-    return tile.rows > 16
+class Int4Product:
+    """Products with packed integers of four bits."""
+
+    def __init__(self, matrix: GroupedMatrix, dtype: torch.dtype) -> None:
+        """Pack a matrix that is on the device and fits, for inputs of `dtype`."""
+        self.outputs, self._width = matrix.values.shape
+        self._group, self._order, self._dtype = matrix.group, matrix.order, dtype
+        self._pairs = packed(matrix.values)
+        self._scales = paired(matrix.scales.to(dtype))
+        offset, offsets = _offsets(matrix, dtype)
+        self._offset = offset.value
+        self._offsets = self._scales if offsets is None else paired(offsets)
+
+    def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
+        """Write the product [tokens, out] to `outputs`, or add it."""
+        inputs = in_order(inputs, self._order).contiguous()
+        tokens = inputs.shape[0]
+        if tokens > _MOST_TOKENS:
+            write_widened(self.widened, inputs, bias, outputs, adds=adds)
+            return
+        division = int4_tile(tokens, self.outputs, self._width)
+        steps = self._width // division.depth
+        launch = ProductLaunch(division.tile, bias, outputs, adds, steps // division.slices)
+        partial_sums = launch.partial_sums()
+        int4_product[launch.grid](
+            inputs, self._pairs, self._scales, self._offsets, inputs if bias is None else bias, outputs, partial_sums,
+            tokens, self.outputs, self._width, SLICES=division.slices, DEPTH=division.depth, GROUP=self._group,
+            OFFSET=self._offset, IS_RAGGED=steps % division.slices != 0, **launch.constants,
+        )  # fmt: skip
+        launch.join(partial_sums)
+
+    def widened(self, dtype: torch.dtype, part: slice | None = None) -> torch.Tensor:
+        """Return the weights of some outputs [part, in]; the first is a multiple of 16."""
+        assert dtype == self._dtype, "scales are rounded to the type of the inputs"
+        part = part or slice(0, self.outputs)
+        height, blocks = part.stop - part.start, 4
+        weights = torch.empty(height, self._width, dtype=dtype, device=self._pairs.device)
+        widen[(triton.cdiv(height, blocks * _OUTPUTS), self._width // _INPUTS)](
+            self._pairs, self._scales, self._offsets, weights, part.start, part.stop, self.outputs, self._width,
+            BLOCKS=blocks, GROUP=self._group, OFFSET=self._offset, num_warps=4,
+        )  # fmt: skip
+        return weights
+
+
+def fits(matrix: GroupedMatrix, dtype: torch.dtype) -> bool:
+    """Return whether a matrix has integers of four bits in whole blocks, and scales within the range of `dtype`."""
+    if matrix.bits != 4 or matrix.numbers is not Numbers.INTEGERS or matrix.values.shape[1] % _INPUTS:
+        return False
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    sizes = matrix.scales.float().abs()
+    # Of numbers below the smallest normal one, and above the largest, bits are lost.
+    limits = torch.finfo(dtype)
+    return bool(((sizes == 0) | ((sizes >= limits.tiny) & (sizes <= limits.max / 16))).all())
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """Return integers [out, in] below 16 as bytes [blocks of 16 outputs, blocks of 64 inputs, 32 threads, 16].
+
+    A thread of a warp multiplies outputs t // 4 and t // 4 + 8 of a block, in the lower and upper halves of its bytes,
+    and of each sixteen inputs those at 2 (t % 4) and 2 (t % 4) + 8 and the ones after them (PTX ISA, mma.m16n8k16).
+    """
+    outputs, width = values.shape
+    filled = torch.nn.functional.pad(values, (0, 0, 0, -outputs % _OUTPUTS))
+    # [block, half, output of 8, step, sixteen of 4, half of it, thread of 4, one of a pair]
+    parts = filled.view(-1, 2, 8, width // _INPUTS, 4, 2, 4, 2)
+    # [block, half, step, output of 8, thread of 4, sixteen of 4, half of it, one of a pair]
+    parts = parts.permute(0, 1, 3, 2, 6, 4, 5, 7)
+    return (parts[:, 0] | (parts[:, 1] << 4)).reshape(-1, width // _INPUTS, 32, 16)
+
+
+def paired(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers [out, groups] of 16 bits as int32 [groups, blocks of 16 outputs, 8]: those of t and t + 8."""
+    outputs, groups = numbers.shape
+    filled = torch.nn.functional.pad(numbers, (0, 0, 0, -outputs % _OUTPUTS))
+    pairs = filled.view(-1, 2, 8, groups).permute(3, 0, 2, 1).contiguous()
+    return pairs.view(torch.int32).view(groups, -1, 8)
+
+
+def _offsets(matrix: GroupedMatrix, dtype: torch.dtype) -> tuple[tl.constexpr, torch.Tensor | None]:
+    """Return which offsets a matrix has, and those [out, groups] as the assembler takes them."""
+    if matrix.shifts is None:
+        return _SYMMETRIC, None
+    scales, shifts = matrix.scales.float(), matrix.shifts.float()
+    zero_points = torch.where(scales == 0, _MIDDLE.value, -shifts / scales).round()
+    if bool(((zero_points >= 0) & (zero_points <= 16) & (zero_points * scales == -shifts)).all()):
+        base = 128 if dtype == torch.bfloat16 else 1024
+        return _ZERO_POINTS, -(zero_points + base).to(dtype)
+    return _SHIFTS, (shifts + _MIDDLE.value * scales).to(dtype)

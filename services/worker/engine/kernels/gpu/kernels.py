@@ -88,7 +88,7 @@ class GpuKernels:
             case torch.Tensor() as matrix:
                 return GpuLinear(matrix, converted_bias)
             case matrix:
-                return GpuQuantisedLinear(product_of(matrix), converted_bias)
+                return GpuQuantisedLinear(product_of(matrix, self.activation_dtype), converted_bias)
 
     def wide_linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return wide_product(weight.to(self._device))
@@ -108,7 +108,9 @@ class GpuKernels:
             case torch.Tensor() as both:
                 return GpuGatedLinear(both, bias, activation)
             case both:
-                return GpuQuantisedGatedLinear(GpuQuantisedLinear(product_of(both), bias), activation)
+                return GpuQuantisedGatedLinear(
+                    GpuQuantisedLinear(product_of(both, self.activation_dtype), bias), activation
+                )
 
     def experts(
         self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, *, are_all: bool = True

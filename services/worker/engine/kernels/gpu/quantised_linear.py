@@ -14,6 +14,7 @@ from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
 from services.worker.engine.kernels.gpu.grouped_product import GroupedProduct
+from services.worker.engine.kernels.gpu.int4_product import Int4Product, fits
 from services.worker.engine.kernels.gpu.product_launch import ProductLaunch, put, tile_for
 from services.worker.engine.quantization import int8
 from services.worker.engine.quantization.formats import FP8_BLOCK
@@ -220,10 +221,13 @@ class Int8Product:
         launch.join(partial_sums)
 
 
+Product = BlockProduct | Int8Product | Int4Product | GroupedProduct
+
+
 class GpuQuantisedLinear:
     """One matrix."""
 
-    def __init__(self, product: BlockProduct | Int8Product | GroupedProduct, bias: torch.Tensor | None) -> None:
+    def __init__(self, product: Product, bias: torch.Tensor | None) -> None:
         """Multiply by `product`; keep bias [out]."""
         self._product = product
         self._bias = bias
@@ -259,14 +263,12 @@ class GpuQuantisedGatedLinear:
         return self._both(inputs)
 
 
-def product_of(
-    matrix: Fp8BlockMatrix | Int8Matrix | GroupedMatrix,
-) -> BlockProduct | Int8Product | GroupedProduct:
-    """Return the product with a matrix that is on the device."""
+def product_of(matrix: Fp8BlockMatrix | Int8Matrix | GroupedMatrix, dtype: torch.dtype) -> Product:
+    """Return the product of inputs of `dtype` with a matrix that is on the device."""
     match matrix:
         case Fp8BlockMatrix():
             return BlockProduct(matrix)
         case Int8Matrix():
             return Int8Product(matrix)
         case GroupedMatrix():
-            return GroupedProduct(matrix)
+            return Int4Product(matrix, dtype) if fits(matrix, dtype) else GroupedProduct(matrix)

@@ -179,15 +179,18 @@ def quantised_sizes() -> list[int]:
         for bits, group in ((4, 16), (5, 32), (6, 16), (8, 32)):
             what = {"BITS": bits, "GROUP": group, "PACK": grouped_product.pack_of(4096, group), "HAS_SHIFTS": True}
             sizes.append(build(grouped_product._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
-    for tokens, group in itertools.product((1, 17, 33, 65), (128, 64, 32)):
-        tile = int4_product.int4_tile(tokens)
-        cut = {"PARTS": 4, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": group, "HAS_SHIFTS": True}
-        cut |= {"PACK": grouped_product.pack_of(4096, group), "SWAPPED": int4_product.is_swapped(tile)}
+    for tokens, group, offset in ((1, 128, 1), (9, 32, 2), (17, 64, 0), (33, 128, 1), (65, 32, 2), (65, 16, 0)):
+        division = int4_product.int4_tile(tokens, 4096, 4096)
+        tile = division.tile
+        cut = {"PARTS": 4, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": group, "OFFSET": offset}
+        cut |= {"SLICES": division.slices, "DEPTH": division.depth, "IS_RAGGED": tokens == 1}
         for dtype in ("*bf16", "*fp16"):
-            given = f"{dtype} *u8 *fp32 *fp32 {dtype} {dtype} *fp32 i32 i32 i32"
+            given = f"{dtype} *u8 *i32 *i32 {dtype} {dtype} *fp32 i32 i32 i32"
             sizes.append(
                 build(int4_product.int4_product, given, tile.warps, HAS_BIAS=True, ADDS=True, OVERLAPS=True, **cut)
             )
+            given = f"*u8 *i32 *i32 {dtype} i32 i32 i32 i32"
+            sizes.append(build(int4_product.widen, given, 4, BLOCKS=4, GROUP=group, OFFSET=offset))
     fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": grouped_product.pack_of(2880, 32), "HAS_SHIFTS": False}
     given = "*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 *fp32 i32 i32 i32"
     how = {"PARTS": 1, "ROWS": 16, "COLUMNS": 32, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
