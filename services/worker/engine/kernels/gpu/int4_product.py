@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,14 @@ import triton.language as tl
 
 from services.worker.engine.kernels.gpu.dependent_launch import follow
 from services.worker.engine.kernels.gpu.grouped_product import write_widened
-from services.worker.engine.kernels.gpu.product_launch import MULTIPROCESSORS, TWO_EACH, ProductLaunch, Tile, put
+from services.worker.engine.kernels.gpu.product_launch import (
+    FOUR_EACH,
+    MULTIPROCESSORS,
+    TWO_EACH,
+    ProductLaunch,
+    Tile,
+    put,
+)
 from services.worker.engine.quantization.grouped import Numbers, in_order
 
 if TYPE_CHECKING:
@@ -263,14 +270,21 @@ class Int4Tile:
 
 
 def int4_tile(tokens: int, outputs: int, width: int) -> Int4Tile:
-    """Choose the division of a product of up to _MOST_TOKENS tokens."""
-    if tokens <= 32:
-        rows = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
+    """Choose the division of a product of up to _MOST_TOKENS tokens, as measured on an H200 with shapes of an 8B model.
+
+    Tiles of one slice have 64 outputs: of those with 128, some returned wrong sums there.
+    """
+    depth = 128 if width % 128 == 0 else 64
+    if tokens <= 8:
         columns = 32 if outputs >= 32 * TWO_EACH else 16
-        depth = 128 if rows == 8 and width % 128 == 0 else 64
-        return Int4Tile(Tile(rows, columns, 8, 4, programs=MULTIPROCESSORS, steps=2), slices=8, depth=depth)
-    tile = Tile(64, 128, 4, 5) if tokens <= 64 else Tile(128, 64, 4, 4)
-    return Int4Tile(replace(tile, programs=TWO_EACH, steps=16, least_parts=3), slices=1, depth=64)
+        return Int4Tile(
+            Tile(8, columns, 4, 4, programs=MULTIPROCESSORS, steps=2), slices=4, depth=128 if is_deep else 64
+        )
+    if tokens <= 16:
+        return Int4Tile(Tile(16, 64, 4, 5, programs=2 * FOUR_EACH, steps=8), slices=1, depth=128 if is_deep else 64)
+    if tokens <= 64:
+        return Int4Tile(Tile(64, 64, 4, 5, programs=TWO_EACH, steps=8), slices=1, depth=64)
+    return Int4Tile(Tile(128, 64, 4, 4, programs=TWO_EACH, steps=16, least_parts=3), slices=1, depth=64)
 
 
 class Int4Product:

@@ -280,7 +280,7 @@ class OrderedTuning:
     """Tiles of rows that decode and of chunks, and for how many programs rows are cut into segments."""
 
     decode: QueryTile = QueryTile(16, 2, 3)
-    chunk: QueryTile = QueryTile(32, 4, 3)
+    chunk: QueryTile = QueryTile(32, 2, 3)
     programs: int = _PROGRAMS
 
 

@@ -75,24 +75,35 @@ class OrderedTile:
     stages: int
 
 
-_ONE_ROW, _FEW_ROWS = OrderedTile(64, 32, 128, 4, 6), OrderedTile(64, 64, 128, 4, 4)
-_NARROW, _SQUARE, _WIDE = (
-    OrderedTile(64, 128, 64, 4, 4), OrderedTile(128, 128, 64, 8, 3), OrderedTile(128, 256, 64, 8, 3)
+# For up to 64 tokens, by the outputs of a program; and for more, from small to large.
+_FEW = (
+    OrderedTile(64, 32, 128, 4, 6), OrderedTile(64, 64, 128, 4, 4), OrderedTile(64, 128, 128, 4, 3),
+    OrderedTile(64, 256, 64, 4, 4),
+)  # fmt: skip
+_SMALL, _NARROW, _SQUARE, _LARGE = (
+    OrderedTile(64, 64, 64, 4, 6), OrderedTile(64, 128, 64, 4, 4), OrderedTile(128, 128, 64, 4, 3),
+    OrderedTile(256, 128, 64, 8, 3),
 )  # fmt: skip
 # All that `ordered_tile` may choose.
-TILES = (_ONE_ROW, _FEW_ROWS, _NARROW, _SQUARE, _WIDE)
+TILES = (*_FEW, _SMALL, _NARROW, _SQUARE, _LARGE)
+# Up to so many tokens, programs for half of the multiprocessors are enough.
+_VERY_FEW_TOKENS = 16
+# Programs from which on a tile is used, the largest first.
+_ENOUGH = ((_LARGE, 1000), (_SQUARE, 256), (_NARROW, 192))
 
 
 def ordered_tile(tokens: int, outputs: int) -> OrderedTile:
-    """Choose the tile of a product: few tokens are bound by reading the weights, many by multiplying."""
-    if tokens <= 16:
-        return _ONE_ROW
-    if tokens <= 64:
-        return _FEW_ROWS
-    for tile in (_WIDE, _SQUARE):
-        if triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.columns) >= MULTIPROCESSORS:
+    """Choose the tile of a product, as measured on an H200 with the shapes of an 8B model.
+
+    Few tokens are bound by reading the weights, many by multiplying.
+    """
+    if tokens <= _FEW[0].rows:
+        most = MULTIPROCESSORS // 2 if tokens <= _VERY_FEW_TOKENS else MULTIPROCESSORS
+        return next((tile for tile in _FEW if triton.cdiv(outputs, tile.columns) <= most), _FEW[-1])
+    for tile, programs in _ENOUGH:
+        if triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.columns) >= programs:
             return tile
-    return _NARROW
+    return _SMALL
 
 
 class OrderedMatrix:
