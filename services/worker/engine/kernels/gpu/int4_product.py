@@ -277,11 +277,9 @@ def int4_tile(tokens: int, outputs: int, width: int) -> Int4Tile:
     depth = 128 if width % 128 == 0 else 64
     if tokens <= 8:
         columns = 32 if outputs >= 32 * TWO_EACH else 16
-        return Int4Tile(
-            Tile(8, columns, 4, 4, programs=MULTIPROCESSORS, steps=2), slices=4, depth=128 if is_deep else 64
-        )
+        return Int4Tile(Tile(8, columns, 4, 4, programs=MULTIPROCESSORS, steps=2), slices=4, depth=depth)
     if tokens <= 16:
-        return Int4Tile(Tile(16, 64, 4, 5, programs=2 * FOUR_EACH, steps=8), slices=1, depth=128 if is_deep else 64)
+        return Int4Tile(Tile(16, 64, 4, 5, programs=2 * FOUR_EACH, steps=8), slices=1, depth=depth)
     if tokens <= 64:
         return Int4Tile(Tile(64, 64, 4, 5, programs=TWO_EACH, steps=8), slices=1, depth=64)
     return Int4Tile(Tile(128, 64, 4, 4, programs=TWO_EACH, steps=16, least_parts=3), slices=1, depth=64)
