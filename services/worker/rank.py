@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import ConfigurationError, InvalidRequestError, UnavailableError
@@ -19,6 +18,7 @@ from services.worker.peers.encodings import EncodingQueue
 from services.worker.peers.leases import PageLeases
 from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
+from services.worker.states import WorkerSnapshot, WorkerState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -42,37 +42,12 @@ UNUSED_S = 2.0
 UNUSED_POLL_S = 0.2
 
 
-class WorkerState(Enum):
-    """Life of a rank, as `GetState` names it."""
-
-    IDLE = "IDLE"
-    CONFIGURING = "CONFIGURING"
-    READY = "READY"
-    SLEEPING = "SLEEPING"
-    FAILED = "FAILED"
-
-
 class NotReadyError(Exception):
     """The request does not fit the rank's state."""
 
 
 class SupersededError(Exception):
     """The stream gave way to a newer one, or to another configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """The state of a rank. `heartbeat_age_s` counts from the last heartbeat of the engine's thread."""
-
-    state: WorkerState
-    spec: EngineSpec | None
-    capacity: EngineCapacity | None
-    open_rows: int
-    finished_passes: int
-    heartbeat_age_s: float
-    open_plans: int
-    # None: it does not sleep.
-    sleep_level: SleepLevel | None
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from services.worker import rank as rank_module
 from services.worker.engine.execution.device_claim import SharedDevice
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.fake_model import FakeModel, FakeOptions
-from services.worker.rank import Rank, WorkerState
+from services.worker.rank import Rank
+from services.worker.states import WorkerState
 from tests.waiting import until
 
 if TYPE_CHECKING:
