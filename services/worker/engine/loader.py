@@ -46,7 +46,8 @@ from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.cpu.products import Products, layer_shapes
 from services.worker.engine.layer_attention import attention_of_layers, attention_shape
 from services.worker.engine.measuring.capacity import activation_reserve, longest_context, sampler_bytes
-from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
+from services.worker.engine.measuring.largest_pass import measured_pass
+from services.worker.engine.measuring.measurements import calibrate, pages_of, random_prompts
 from services.worker.engine.model.assembly import Assembler, without_adapters
 from services.worker.engine.model.kv_scales import MEASURED_TOKENS, measured_scales, stored_scales
 from services.worker.engine.model.rotary import AxisAngles, rotary_table
@@ -239,11 +240,7 @@ class DecoderLoader:
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
             measured = calibrate(runner, host_pool, runner.transfers, spec.max_step_tokens)
-            runner.capacity = replace(
-                runner.capacity,
-                prefill_tokens_per_s=measured.prefill_tokens_per_s,
-                load_bytes_per_s=measured.load_bytes_per_s,
-            )
+            runner.capacity = measured.added_to(runner.capacity)
         self._report(1.0, "ready")
         return runner
 
@@ -501,28 +498,16 @@ class DecoderLoader:
 
     def _reserve(self, model: Decoder, context: int) -> int:
         """Return bytes that passes take beside weights and KV: measured where a pass costs nothing, else estimated."""
-        spec = self._spec
-        element_bytes = self._backend.kernels.activation_dtype.itemsize
-        estimate = activation_reserve(spec, self._config, element_bytes)
+        spec, element_bytes = self._spec, self._backend.kernels.activation_dtype.itemsize
         # Embeddings of a pass and of images that it cuts in two stay beside what the pass computes.
         encoder = 0
         if self._vision is not None:
             encoder = self._vision.batch_bytes() + spec.kept_embeddings * self._embedding_bytes
             encoder += 2 * spec.max_step_tokens * self._config.hidden_size * element_bytes
-        estimate += encoder
+        estimate = activation_reserve(spec, self._config, element_bytes) + encoder
         if not self._can_overlap or spec.device_pages is not None:
             return estimate
-        lengths = prompts_of(spec.max_step_tokens, context)
-        memory = self._memory
-        pool = replace(memory.pool(pages_of(lengths, spec.page_size), model.kv_layout), states=memory.states())
-        batch = random_prompts(
-            lengths,
-            spec.page_size,
-            self._config.vocabulary_size,
-            self._device,
-            min(spec.max_rows, spec.max_step_tokens),
-        )
-        peak = measure_peak(lambda: model.forward(batch, pool), self._device) + encoder
+        peak = measured_pass(model, spec, self._config, self._memory, context) + encoder
         log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
         # The host's sampler copies logits; the device's has tables.
         vocabulary_size = self._config.vocabulary_size

@@ -123,6 +123,10 @@ class Calibration:
     prefill_tokens_per_s: float
     load_bytes_per_s: float
 
+    def added_to(self, capacity: EngineCapacity) -> EngineCapacity:
+        """Return `capacity` with these rates."""
+        return replace(capacity, prefill_tokens_per_s=self.prefill_tokens_per_s, load_bytes_per_s=self.load_bytes_per_s)
+
 
 def calibrate(runner: ModelRunner, host: HostPool, transfers: Transfers, max_step_tokens: int) -> Calibration:
     """Measure with random content in pages that are still free; all ranks do so at the same time."""
