@@ -313,6 +313,11 @@ class EngineSpec:
     stages: int = 1
     # Whether a rank has some experts as a whole, instead of some columns of every expert.
     expert_parallel: bool = False
+    # Scheduler groups that distribute the experts over their ranks, and the number of this rank's group among them.
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    # host:port of the first group's rank, where their ranks meet.
+    data_parallel_rendezvous: str = ""
     # Names of the weights, which do not change what is loaded.
     weight_version: str = field(default="", compare=False)
     base_model: str = field(default="", compare=False)
@@ -336,6 +341,16 @@ class EngineSpec:
     def is_last_stage(self) -> bool:
         """Whether this rank has the last layers."""
         return self.stage == self.stages - 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part in this rank's passes."""
+        return self.world_size == 1 and self.data_parallel_size == 1
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether a rank has some experts as a whole, instead of some columns of every expert."""
+        return self.expert_parallel or self.data_parallel_size > 1
 
     @property
     def samples(self) -> bool:

@@ -23,6 +23,10 @@ EXPERT_IMBALANCE = Gauge(
     "pando_worker_expert_imbalance_ratio",
     "Tokens that the busiest rank's experts compute in a layer, over those of the mean rank; with expert parallelism.",
 )
+JOINED_PASSES_TOTAL = Counter(
+    "pando_worker_joined_passes_total",
+    "Passes in which this rank had no tokens, but computed experts for other groups; with scheduler.data_parallel.",
+)
 OPEN_ROWS = Gauge("pando_worker_open_rows", "Row slots in use.")
 PLANS_FAILED_TOTAL = Counter("pando_worker_plans_failed_total", "Plans that ended with an error.")
 READY = Gauge("pando_worker_ready", "1 while a model is loaded and plans are accepted.")

@@ -12,8 +12,9 @@ from common.logs import get_logger
 from common.models.adapters import resolve_adapter
 from common.steps import StepResult
 from services.worker import metrics
-from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
+from services.worker.engine.execution.interface import ExpertGroupError, InvalidPlanError, OutOfMemoryError
 from services.worker.expert_metrics import ExpertMetrics
+from services.worker.pass_follower import PassFollower
 from services.worker.peers.encodings import EncodingQueue
 from services.worker.peers.leases import PageLeases
 from services.worker.profiles import ProfileRules, Profiles
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
     from common.types import EncoderOutputId, RowImage
-    from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, ProgressReport
+    from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, PassCalls, ProgressReport
     from services.worker.profiles import ProfileRecorder
 
     # Of the loaded model and of another one; returns the bytes of its weights, or raises ConfigurationError.
@@ -89,6 +90,7 @@ class Rank:
         self._session: ExecuteSession | None = None
         self._finished_passes = 0
         self._expert_metrics = ExpertMetrics()
+        self._follower = PassFollower(engine, self._thread.submit, self._report_experts, self._lose_experts)
         self._adapters: list[AdapterInfo] = []
         self._sleep_level: SleepLevel | None = None
         # Kept, as a task that only its loop refers to may be collected.
@@ -394,6 +396,7 @@ class Rank:
             self._log.exception("engine.configure_failed", model=loading.spec.model)
             self._call_loop(self._on_loaded, loading, error)
         else:
+            self._follower.follow()
             self._call_loop(self._on_loaded, loading, capacity)
 
     def _on_progress(self, loading: _Loading, fraction: float, stage: str) -> None:
@@ -454,6 +457,9 @@ class Rank:
             self._report_experts()
         except SessionEndedError:
             pass  # the code that ended it frees the rows
+        except ExpertGroupError as error:
+            session.is_ended = True
+            self._lose_experts(self._engine.pass_calls, str(error))
         except InvalidPlanError as error:
             self._log.error("plan.invalid", step_id=plan.step_id, reason=str(error))
             self._fail(session, plan, f"invalid plan: {error}", self._engine.reset)
@@ -467,7 +473,7 @@ class Rank:
 
     def _leave_group(self) -> None:
         """Free the rows; in a group, close the engine: that wakes other ranks that wait for this one."""
-        if self._spec is not None and self._spec.world_size > 1:
+        if self._spec is not None and not self._spec.is_alone:
             self._close_engine()
         else:
             self._engine.reset()
@@ -510,11 +516,29 @@ class Rank:
 
     def _report_experts(self) -> None:
         """Update the metrics of experts, on the engine's thread."""
-        if not self._expert_metrics.are_due(self._finished_passes, is_idle=not self._thread.has_commands):
+        passes = self._finished_passes + self._follower.joined
+        if not self._expert_metrics.are_due(passes, is_idle=not self._thread.has_commands):
             return
         load = self._engine.read_expert_load()
         if load is not None:
             self._expert_metrics.update(load)
+
+    def _lose_experts(self, calls: PassCalls | None, reason: str) -> None:
+        """Leave ranks that share experts, which all have to meet again; any thread may call this."""
+        self._call_loop(self._on_experts_lost, calls, reason)
+
+    def _on_experts_lost(self, calls: PassCalls | None, reason: str) -> None:
+        if self._state is not WorkerState.READY or self._engine.pass_calls is not calls:
+            return  # of a model that was loaded before, or noticed twice
+        self._log.warning("experts.lost", reason=reason)
+        self._set_state(WorkerState.FAILED)
+        if self._session is not None:
+            self._end_session(self._session, UnavailableError(reason))
+        if self._engine.ends_with_group:
+            # The thread itself may wait in a collective.
+            self.needs_new_process.set()
+        else:
+            self._thread.submit(self._engine.close)
 
     def _keep_warm(self) -> None:
         """Give an idle engine something to do, on its thread."""

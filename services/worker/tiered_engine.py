@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ImageEncoder,
         ImageStore,
         IsOvertaken,
+        PassCalls,
         PeerPageCopies,
         ProgressReport,
     )
@@ -94,6 +95,15 @@ class TieredEngine:
     def read_expert_load(self) -> ExpertLoad | None:
         """Return the inner engine's answer."""
         return self._inner.read_expert_load()
+
+    @property
+    def pass_calls(self) -> PassCalls | None:
+        """The inner engine's calls."""
+        return self._inner.pass_calls
+
+    def join_pass(self, number: int) -> bool:
+        """Return the inner engine's answer."""
+        return self._inner.join_pass(number)
 
     @property
     def open_rows(self) -> int:

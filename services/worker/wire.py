@@ -46,7 +46,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
     """Decode a configuration of this rank.
 
     Raises:
-        InvalidRequestError: a field that has no default is missing, or the rank is outside the group.
+        InvalidRequestError: a field that has no default is missing, or the rank or its group is outside its range.
     """
     world_size = message.world_size or 1
     if message.rank >= world_size:
@@ -54,6 +54,11 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
     stages = message.pipeline_stages or 1
     if world_size % stages:
         raise InvalidRequestError(f"{world_size} ranks cannot be divided into {stages} stages", param="pipeline_stages")
+    groups = message.data_parallel_size or 1
+    if message.data_parallel_rank >= groups:
+        raise InvalidRequestError(
+            f"group {message.data_parallel_rank} of {groups} that share experts", param="data_parallel_rank"
+        )
     for name in ("model", "page_size_tokens", "max_rows", "max_step_tokens"):
         if not getattr(message, name):
             raise InvalidRequestError(f"{name} must be set", param=name)
@@ -88,6 +93,9 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         stages=stages,
         expert_parallel=message.expert_parallel,
         deterministic=message.deterministic,
+        data_parallel_size=groups,
+        data_parallel_rank=message.data_parallel_rank,
+        data_parallel_rendezvous=message.data_parallel_rendezvous,
     )
 
 

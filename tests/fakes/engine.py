@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ImageEncoder,
         ImageStore,
         IsOvertaken,
+        PassCalls,
         PeerPageCopies,
         ProgressReport,
     )
@@ -47,6 +48,9 @@ class ScriptedEngine:
     ends_with_group: bool = False
     meets_once: bool = False
     expert_load: ExpertLoad | None = None
+    # Groups with which it shares experts call it by these; dropped when it is closed.
+    pass_calls: PassCalls | None = None
+    before_join: Callable[[], None] = nothing
     # Embeddings have four bytes.
     images: ImageStore | None = None
     encoder: ImageEncoder | None = None
@@ -71,6 +75,11 @@ class ScriptedEngine:
 
     def read_expert_load(self) -> ExpertLoad | None:
         return self.expert_load
+
+    def join_pass(self, number: int) -> bool:
+        self.calls.append(f"join {number}")
+        self.before_join()
+        return True
 
     @property
     def open_rows(self) -> int:
@@ -119,6 +128,7 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.calls.append("close")
+        self.pass_calls = None
         self.inner.close()
 
 

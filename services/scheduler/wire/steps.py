@@ -57,6 +57,9 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         expert_parallel=spec.expert_parallel,
         kept_embeddings=spec.kept_embeddings,
         deterministic=spec.deterministic,
+        data_parallel_size=spec.data_parallel_size,
+        data_parallel_rank=spec.data_parallel_rank,
+        data_parallel_rendezvous=spec.data_parallel_rendezvous,
     )
 
 

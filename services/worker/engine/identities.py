@@ -56,13 +56,13 @@ def fingerprint(weights: str, traits: KvTraits, spec: EngineSpec, kv_heads: Span
     return _digest(
         weights, *traits.parts, str(kv_heads), f"{spec.rank}/{spec.world_size}", f"{layers.start}-{layers.stop}",
         # Sums in another order give other bits; without, fingerprints are those of earlier versions.
-        *(["whole experts"] if spec.expert_parallel else []),
+        *(["whole experts"] if spec.has_whole_experts else []),
     )  # fmt: skip
 
 
-def kv_identity(weights: str, traits: KvTraits, *, expert_parallel: bool) -> str:
+def kv_identity(weights: str, traits: KvTraits, *, whole_experts: bool) -> str:
     """Return the digest of all that decides about KV but the number of ranks."""
-    return _digest(weights, *traits.parts, str(expert_parallel))
+    return _digest(weights, *traits.parts, str(whole_experts))
 
 
 def encoder_identity(weights: str, config: VisionConfig, dtype: torch.dtype) -> str:

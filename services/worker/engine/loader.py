@@ -54,9 +54,10 @@ from services.worker.engine.model.rotary import AxisAngles, rotary_table
 from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner, ReadModel
-from services.worker.engine.parallel.expert_load import ExpertCounts, check_experts
-from services.worker.engine.parallel.group import RankGroup, join_group
-from services.worker.engine.parallel.shards import ModelShard, Span, are_cut_alike, shard_kinds, shard_model
+from services.worker.engine.parallel.expert_exchange import exchange_with
+from services.worker.engine.parallel.expert_group import ExpertGroup, join_ranks, left_on_error
+from services.worker.engine.parallel.expert_load import check_experts, count_experts
+from services.worker.engine.parallel.shards import ModelShard, Span, are_cut_alike, shard_model, shards_of
 from services.worker.engine.parallel.stages import check_stages, layers_of_stages
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 from services.worker.engine.pooler_heads import read_pooler_head
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.transformer import TransformerWeights
+    from services.worker.engine.parallel.expert_load import ExpertCounts
+    from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.vision.encoder import VisionEncoder
 
 log = logging.getLogger(__name__)
@@ -180,6 +183,7 @@ class DecoderLoader:
         # Of models that run through `transformers`, products cannot be changed.
         self._adapters: AdapterProducts | None = None
         self._vision: VisionEncoder | None = None
+        self._expert_group: ExpertGroup | None = None
         # Read ahead by `prepare`.
         self._weights: TransformerWeights | None = None
         self._check_support(is_own=is_own)
@@ -194,15 +198,12 @@ class DecoderLoader:
     @torch.inference_mode()
     def load(self) -> ModelRunner:
         """Load the model and allocate its KV pool; blocks until all ranks have joined."""
+        group = self._join()
+        with left_on_error(self._expert_group):
+            return self._load(group)
+
+    def _load(self, group: RankGroup) -> ModelRunner:
         spec, config = self._spec, self._config
-        if spec.world_size > 1:
-            self._report(0.0, "waiting for the other ranks")
-        shape = ExchangeShape(
-            self._backend.kernels.activation_dtype, config.hidden_size, spec.max_rows, config.vocabulary_size
-        )
-        group = join_group(
-            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._may_overlap else None, spec.stages
-        )
         self._backend = agreed_backend(self._backend, group)
         free_before = self._free_memory()
         context = longest_context(spec, config)
@@ -223,9 +224,8 @@ class DecoderLoader:
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s weights=%s kv_dtype=%s pages=%d context=%d threads=%d",
-            spec.model, self._device, self._backend.name, self._dtype, self._held_format or "as stored",
-            self._kv_dtype, pages,
-            capacity.max_context, torch.get_num_threads(),
+            spec.model, self._device, self._backend.name, self._dtype, self._held_format or "as stored", self._kv_dtype,
+            pages, capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
         host_pages = group.minimum(memory.count_host_pages(pool))
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
@@ -241,8 +241,21 @@ class DecoderLoader:
             self._report(0.99, "measuring prefill and the host tier")
             measured = calibrate(runner, host_pool, runner.transfers, spec.max_step_tokens)
             runner.capacity = measured.added_to(runner.capacity)
+        if isinstance(group, ExpertGroup):
+            self._report(0.99, "waiting for the other groups")
+            group.calls.load_together(runner.join_pass)
         self._report(1.0, "ready")
         return runner
+
+    def _join(self) -> RankGroup:
+        spec, config, dtype = self._spec, self._config, self._backend.kernels.activation_dtype
+        if not spec.is_alone:
+            self._report(0.0, "waiting for the other ranks")
+        shape = ExchangeShape(dtype, config.hidden_size, spec.max_rows, config.vocabulary_size)
+        alike = config, self._dtype, dtype, self._held_format
+        group = join_ranks(spec, self._device, shape if self._may_overlap else None, alike=alike)
+        self._expert_group = group if isinstance(group, ExpertGroup) else None
+        return group
 
     @torch.inference_mode()
     def read_again(self, runner: ModelRunner) -> ReadModel:
@@ -288,7 +301,7 @@ class DecoderLoader:
             check_deterministic(spec, config, self._backend, shape, is_own=is_own)
         if spec.deterministic and self._head is not None:
             raise ConfigurationError("model.deterministic is not available with classification heads")
-        if spec.expert_parallel:
+        if spec.has_whole_experts:
             check_experts(spec, config, self._backend.name, is_own=is_own)
         if spec.stages > 1:
             check_stages(spec, config, is_own=is_own)
@@ -338,7 +351,8 @@ class DecoderLoader:
                 raise ConfigurationError(f"{error}; model.images=off serves the model without its encoder") from error
         assembler = Assembler(
             tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._layers,
-            self._adapters, self._count_experts(), self._local_shard,
+            self._adapters, self._count_experts(),
+            exchange_with(self._expert_group, self._part, kernels.activation_dtype, self._device), self._local_shard,
         )  # fmt: skip
         return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
 
@@ -346,8 +360,7 @@ class DecoderLoader:
         return self._kinds(tensor_rank)[0][1]
 
     def _kinds(self, tensor_rank: int) -> list[tuple[ModelConfig, ModelShard]]:
-        spec = self._spec
-        return shard_kinds(self._config, tensor_rank, spec.tensor_ranks, expert_parallel=spec.expert_parallel)
+        return shards_of(self._spec, self._config, tensor_rank)
 
     @property
     def _local_shard(self) -> ModelShard | None:
@@ -356,12 +369,8 @@ class DecoderLoader:
         return local[0][1] if local else None
 
     def _count_experts(self) -> ExpertCounts | None:
-        moe, held = self._config.moe, [self._shard_of(rank).experts for rank in range(self._spec.tensor_ranks)]
-        if moe is None or not self._spec.expert_parallel:
-            return None
-        mixtures = sum(self._part.moe_of(layer) is not None for layer in range(self._part.layers))
-        spans = tuple(span for span in held if span is not None)
-        return ExpertCounts(mixtures, moe.experts, spans, self._spec.tensor_rank, self._device)
+        held = tuple(self._shard_of(rank).experts for rank in range(self._spec.tensor_ranks))
+        return count_experts(self._spec, self._part, held, self._device)
 
     @property
     def can_prepare(self) -> bool:
@@ -462,9 +471,9 @@ class DecoderLoader:
 
     @property
     def _may_overlap(self) -> bool:
-        # Overlapped passes sample.
-        is_alone = self._spec.stages == 1
-        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary and is_alone
+        # Overlapped passes sample. Between groups, the host has to know how many tokens ranks exchange.
+        is_captured = self._spec.stages == self._spec.data_parallel_size == 1
+        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary and is_captured
 
     @property
     def _shapes(self) -> tuple[AttentionShape, AttentionShape]:
@@ -504,7 +513,9 @@ class DecoderLoader:
         if self._vision is not None:
             encoder = self._vision.batch_bytes() + spec.kept_embeddings * self._embedding_bytes
             encoder += 2 * spec.max_step_tokens * self._config.hidden_size * element_bytes
-        estimate = activation_reserve(spec, self._config, element_bytes) + encoder
+        # A rank may get the tokens of all groups that share experts.
+        of_all = replace(spec, max_step_tokens=spec.max_step_tokens * spec.data_parallel_size)
+        estimate = activation_reserve(of_all, self._config, element_bytes) + encoder
         if not self._can_overlap or spec.device_pages is not None:
             return estimate
         peak = measured_pass(model, spec, self._config, self._memory, context) + encoder
@@ -542,7 +553,7 @@ class DecoderLoader:
             return ""
         is_made_up = self._spec.load_format == "dummy"
         weights = self._checkpoint.identity() if is_made_up else self._weights_by_samples()
-        return kv_identity(weights, self._traits(layout), expert_parallel=self._spec.expert_parallel)
+        return kv_identity(weights, self._traits(layout), whole_experts=self._spec.has_whole_experts)
 
     def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
         return EngineCapacity(

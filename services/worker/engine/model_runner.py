@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.recurrent import StatePool
     from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.group import RankGroup
+    from services.worker.engine.parallel.pass_calls import PassCalls
     from services.worker.engine.parallel.stages import PendingTokens
     from services.worker.engine.vision.encoder import EncoderImage, VisionEncoder
 
@@ -102,7 +103,15 @@ class ModelRunner:
     @property
     def expert_counts(self) -> ExpertCounts | None:
         """The tokens that each expert gets; None without expert parallelism, and while the weights are dropped."""
-        return None if self._model is None else self._model.expert_counts
+        if self._model is None or self._model.exchange is None:
+            return None if self._model is None else self._model.expert_counts
+        return self._model.exchange.counts
+
+    @property
+    def pass_calls(self) -> PassCalls | None:
+        """Calls to passes of other groups, which this rank has to join; None unless groups share experts."""
+        exchange = None if self._model is None else self._model.exchange
+        return None if exchange is None else exchange.group.calls
 
     @property
     def weight_bytes(self) -> int:
@@ -224,6 +233,13 @@ class ModelRunner:
         if self.group.links.stages == 1:
             return self.group.broadcast(token_ids)
         return self.group.links.return_tokens(token_ids)
+
+    @torch.inference_mode()
+    def join_pass(self, number: int) -> bool:
+        """Compute what ranks of other groups need in a pass; return False if this rank has taken part in it already."""
+        exchange = self._awake.exchange
+        assert exchange is not None, "groups that share no experts call nobody"
+        return exchange.join_pass(number)
 
     def expect_tokens(self, shape: tuple[int, int]) -> PendingTokens:
         """Return the tokens that the last stage will return for the pass launched last; see `StageLinks`."""

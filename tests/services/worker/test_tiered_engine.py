@@ -36,6 +36,7 @@ class InnerEngine:
     host_pages: FakeHostPages | None = field(default_factory=lambda: FakeHostPages(4, [b"p%03d" % i for i in range(4)]))
     open_rows: int = 0
     ends_with_group: bool = False
+    pass_calls: None = None
     adapters: None = None
     device_pages: None = None
     peer_copies: None = None
@@ -48,6 +49,10 @@ class InnerEngine:
 
     def read_expert_load(self) -> None:
         self.calls.append("read_expert_load")
+
+    def join_pass(self, number: int) -> bool:
+        self.calls.append(f"join_pass {number}")
+        return False
 
     def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         assert not any(transfer.direction.uses_storage for transfer in plan.transfers)

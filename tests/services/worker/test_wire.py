@@ -68,6 +68,14 @@ def test_a_rank_outside_its_group_is_refused() -> None:
         worker.spec_from_wire(message)
 
 
+def test_a_group_outside_those_that_share_experts_is_refused() -> None:
+    message = worker_pb2.ConfigureRequest(
+        model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64, data_parallel_rank=2, data_parallel_size=2
+    )
+    with pytest.raises(InvalidRequestError, match="group 2 of 2"):
+        worker.spec_from_wire(message)
+
+
 def test_a_transfer_without_direction_is_refused() -> None:
     message = worker_pb2.StepPlan(transfers=[worker_pb2.Transfer(transfer_id=3)])
     with pytest.raises(InvalidRequestError, match="transfer 3"):

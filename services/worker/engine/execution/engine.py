@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ImageEncoder,
         ImageStore,
         IsOvertaken,
+        PassCalls,
         PeerPageCopies,
     )
     from services.worker.engine.plans.rows import RowStates
@@ -76,6 +77,13 @@ class LoadedModel(Protocol):
 
     def read_expert_load(self) -> ExpertLoad | None:
         """See `Engine.read_expert_load`."""
+
+    @property
+    def pass_calls(self) -> PassCalls | None:
+        """See `Engine.pass_calls`."""
+
+    def join_pass(self, number: int) -> bool:
+        """See `Engine.join_pass`."""
 
     @property
     def ends_with_group(self) -> bool:
@@ -149,6 +157,17 @@ class ModelEngine:
 
     def read_expert_load(self) -> ExpertLoad | None:
         return self._model.read_expert_load() if self._model else None
+
+    @property
+    def pass_calls(self) -> PassCalls | None:
+        return self._model.pass_calls if self._model else None
+
+    def join_pass(self, number: int) -> bool:
+        # A call may outlast the model.
+        if self._model is None:
+            return False
+        with self._model.computing():
+            return self._model.join_pass(number)
 
     @property
     def ends_with_group(self) -> bool:

@@ -153,6 +153,15 @@ class FakeModel:
     def read_expert_load(self) -> None:
         """Return None: there are no experts."""
 
+    @property
+    def pass_calls(self) -> None:
+        """None, for the same reason."""
+
+    def join_pass(self, number: int) -> bool:
+        """Return False: no pass is called."""
+        del number
+        return False
+
     def keep_warm(self) -> None:
         """Do nothing: there is no device."""
 

@@ -45,6 +45,10 @@ class OutOfMemoryError(Exception):
     """Memory does not suffice for a step, and it cannot be made smaller here. The weights are unharmed."""
 
 
+class ExpertGroupError(Exception):
+    """A rank that shares experts with this one has left, or does not answer: all of them have to meet again."""
+
+
 class HostPageBytes(Protocol):
     """Pages of a rank's host tier as bytes; page p holds the same tokens of all layers.
 
@@ -195,6 +199,17 @@ class AdapterSize(Protocol):
         """Memory that it takes on this rank."""
 
 
+class PassCalls(Protocol):
+    """Calls to passes in which other ranks need the experts of this one."""
+
+    def next_call(self) -> int | None:
+        """Wait for a call to a pass that this rank has not begun; return its number, None once the engine is closed.
+
+        Raises:
+            ExpertGroupError: another rank was lost.
+        """
+
+
 class Engine(Protocol):
     """One tensor-parallel rank, used from one thread."""
 
@@ -228,6 +243,19 @@ class Engine(Protocol):
 
     def read_expert_load(self) -> ExpertLoad | None:
         """Return the tokens of this rank's experts, in the engine's thread; None without expert parallelism."""
+
+    @property
+    def pass_calls(self) -> PassCalls | None:
+        """Calls of ranks of other groups with which this one shares experts; None: it shares none."""
+
+    def join_pass(self, number: int) -> bool:
+        """Compute what other ranks need in their pass `number`, in the engine's thread, unless that is done already.
+
+        Returns whether it was to be done. After an error only `close` may follow.
+
+        Raises:
+            ExpertGroupError: another rank was lost.
+        """
 
     @property
     def ends_with_group(self) -> bool:

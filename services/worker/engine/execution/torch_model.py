@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.backends import RunnerOptions
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
+    from services.worker.engine.execution.interface import PassCalls
     from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.device_pages import DevicePages
@@ -139,7 +140,7 @@ class TorchModel:
         has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
         jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
         verifies = generates and capacity.recurrent_states is None
-        abandons = is_synchronous_decoder and self._spec.world_size == 1 and capacity.recurrent_states is None
+        abandons = is_synchronous_decoder and self._spec.is_alone and capacity.recurrent_states is None
         return replace(capacity, jumps_forward=jumps, verifies_drafts=verifies, abandons_passes=abandons)
 
     @property
@@ -161,6 +162,14 @@ class TorchModel:
     def read_expert_load(self) -> ExpertLoad | None:
         counts = self.runner.expert_counts if isinstance(self.runner, ModelRunner) else None
         return None if counts is None else counts.read()
+
+    @property
+    def pass_calls(self) -> PassCalls | None:
+        return self.runner.pass_calls if isinstance(self.runner, ModelRunner) else None
+
+    def join_pass(self, number: int) -> bool:
+        assert isinstance(self.runner, ModelRunner), "encoders share no experts"
+        return self.runner.join_pass(number)
 
     @property
     def ends_with_group(self) -> bool:
@@ -215,7 +224,7 @@ class TorchModel:
             )  # fmt: skip
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         # A pass that has advanced some of the states cannot be computed again in parts.
-        is_final = spec.world_size > 1 or capacity.recurrent_states is not None
+        is_final = not spec.is_alone or capacity.recurrent_states is not None
         executor = SynchronousExecutor(
             self.runner, table, rank=spec.tensor_rank, is_shared=is_final, images=images,
             has_earlier_stages=spec.stages > 1,

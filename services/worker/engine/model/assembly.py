@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.recurrent import GatedDeltaNet
     from services.worker.engine.model.tensors import CheckedTensors
+    from services.worker.engine.parallel.expert_exchange import ExpertExchange
     from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.shards import ModelShard
 
@@ -65,6 +66,8 @@ class Assembler:
     """Changes products for single rows; None: there are no adapters."""
     expert_counts: ExpertCounts | None = None
     """With expert parallelism, the counts of the tokens of each expert."""
+    exchange: ExpertExchange | None = None
+    """The exchange with ranks of other groups that hold experts; None: this group has all."""
     local_shard: ModelShard | None = None
     """The rank's share of layers with a window, where these have other heads; None: they have not."""
     layer: int | None = None
@@ -102,6 +105,7 @@ class Assembler:
             output_norm=self._norm("model.norm.weight") if is_last else None,
             head=head_linear,
             expert_counts=self.expert_counts,
+            exchange=self.exchange,
         )
 
     def _at(self, layer: int) -> Assembler:
@@ -250,8 +254,10 @@ class Assembler:
     def _held_experts(self, mlp: str, moe: MoeConfig) -> Experts:
         held, matrices = self.shard.experts, self._experts(mlp, moe)
         assert held is not None, "every rank has columns of experts"
-        experts = self.kernels.experts(len(held), matrices, self.config.activation, are_all=self.expert_counts is None)
-        if self.expert_counts is not None:
+        experts = self.kernels.experts(len(held), matrices, self.config.activation, are_all=len(held) == moe.experts)
+        if self.exchange is not None:
+            experts = self.exchange.share(experts)
+        elif self.expert_counts is not None:
             experts = DividedExperts(experts, held, self.expert_counts.of_next_layer())
         elif self.adapters is not None and self.shard.expert_columns is not None:
             part = self.shard.expert_columns.scaled(1)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import KvLayout
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.parallel.expert_exchange import ExpertExchange
     from services.worker.engine.parallel.expert_load import ExpertCounts
 
 
@@ -24,6 +25,11 @@ class Decoder(Protocol):
     @property
     def expert_counts(self) -> ExpertCounts | None:
         """The tokens that each expert gets; None without expert parallelism."""
+        ...
+
+    @property
+    def exchange(self) -> ExpertExchange | None:
+        """The exchange of tokens with ranks of other groups; None unless groups share experts."""
         ...
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.feed_forward import ExpertsBesideDense, FeedForward
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.rotary import AxisAngles
+    from services.worker.engine.parallel.expert_exchange import ExpertExchange
     from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.parallel.shards import Span
@@ -140,6 +141,8 @@ class TransformerWeights:
     """All layers but the last in one call, where the kernels can."""
     expert_counts: ExpertCounts | None = None
     """With expert parallelism, the tokens that each expert gets."""
+    exchange: ExpertExchange | None = None
+    """With experts that groups share, the exchange of tokens with their ranks."""
 
 
 class _Change(NamedTuple):
@@ -181,6 +184,7 @@ class Transformer:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=kernels.activation_dtype).item()
         self._logits_divisor = config.logits_divisor
         self._logits_softcap = config.logits_softcap
+        self._ends_with_experts = config.moe_of(config.layers - 1) is not None
         self._is_local = [config.window_of(i) is not None for i in range(config.layers)]
         self._vocabulary = vocabulary
         self._kernels = kernels
@@ -200,6 +204,11 @@ class Transformer:
     def expert_counts(self) -> ExpertCounts | None:
         """The tokens that each expert gets, with expert parallelism."""
         return self._weights.expert_counts
+
+    @property
+    def exchange(self) -> ExpertExchange | None:
+        """The exchange of tokens with ranks of other groups."""
+        return self._weights.exchange
 
     def close(self) -> None:
         """Do nothing: all that there is goes with the object."""
@@ -270,7 +279,7 @@ class Transformer:
             return hidden[:0]
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
             attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
-            return hidden[:0]
+            return self._without_last(hidden)
         sampled = None if isinstance(memory, LayerStates) else sampled_rows(view)
         if isinstance(memory, LayerStates) or sampled is None:
             attended = self._mix(layer, attention, memory, normed, view)
@@ -316,9 +325,17 @@ class Transformer:
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the residual stream before this stage's first layer, [tokens, hidden]."""
         links = self._group.links
+        if self.exchange is not None:
+            self.exchange.begin_pass()
         if links.is_first:
             return self._embed(batch)
         return links.receive((len(batch.token_ids), self._hidden_size), self._kernels.activation_dtype)
+
+    def _without_last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return no hidden states: the last layer's are needed by other groups at most, which share its experts."""
+        if self.exchange is not None and self._ends_with_experts:
+            self.exchange.skip_last_layer()
+        return hidden[:0]
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         rows = self._look_up(batch.token_ids)

@@ -55,25 +55,43 @@ class ExpertCounts:
         )
 
 
+def count_experts(
+    spec: EngineSpec, part: ModelConfig, held: tuple[Span | None, ...], device: torch.device
+) -> ExpertCounts | None:
+    """Return the counts of the stage `part`, whose ranks have the experts in `held`; None: experts are not divided."""
+    moe = part.moe
+    if moe is None or not spec.expert_parallel:
+        return None
+    mixtures = sum(part.moe_of(layer) is not None for layer in range(part.layers))
+    spans = tuple(span for span in held if span is not None)
+    return ExpertCounts(mixtures, moe.experts, spans, spec.tensor_rank, device)
+
+
 def check_experts(spec: EngineSpec, config: ModelConfig, backend: str, *, is_own: bool) -> None:
     """Raise ConfigurationError for what whole experts do not support; `is_own`: the model has an implementation here.
 
-    `shard_model` checks their number.
+    `shard_model` and `share_experts` check their number.
     """
+    setting = "scheduler.data_parallel" if spec.data_parallel_size > 1 else "scheduler.expert_parallel"
     if not is_own:
         raise ConfigurationError(
-            f"scheduler.expert_parallel: {config.family} runs through transformers, whose experts cannot be "
-            "distributed; use tensor parallelism"
+            f"{setting}: {config.family} runs through transformers, whose experts cannot be distributed; use "
+            + ("more groups" if spec.data_parallel_size > 1 else "tensor parallelism")
+        )
+    if spec.data_parallel_size > 1 and (spec.world_size > 1 or spec.expert_parallel):
+        raise ConfigurationError(
+            f"scheduler.data_parallel: groups that share experts have one worker each, not {spec.world_size}; "
+            "experts are distributed over all groups, without scheduler.expert_parallel and scheduler.pipeline_parallel"
         )
     if spec.adapter_slots:
         raise ConfigurationError(
-            f"scheduler.expert_parallel and scheduler.adapters.slots={spec.adapter_slots}: adapters of whole experts "
+            f"{setting} and scheduler.adapters.slots={spec.adapter_slots}: adapters of whole experts "
             "are not supported; use tensor parallelism"
         )
     stored = config.stored_format
     if backend == "gpu" and isinstance(stored, Fp8Format) and stored.has_input_scales:
         # A GPU's experts share the largest scale of their inputs, which would be another one on each rank.
         raise ConfigurationError(
-            "scheduler.expert_parallel: FP8 with static scales of activations is not supported on GPUs; use tensor "
+            f"{setting}: FP8 with static scales of activations is not supported on GPUs; use tensor "
             "parallelism, or a checkpoint with dynamic scales"
         )

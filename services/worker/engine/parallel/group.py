@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 
 # Long enough for the slowest rank to load a large model, short enough to notice that one never came.
-_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 log = logging.getLogger(__name__)
 
 # The variables in which gloo and NCCL expect the interface.
@@ -149,10 +149,10 @@ class DistributedGroup:
         use_way_to(rendezvous)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=meet(rank, world_size, rendezvous, _RENDEZVOUS_TIMEOUT),
+            store=meet(rank, world_size, rendezvous, RENDEZVOUS_TIMEOUT),
             rank=rank,
             world_size=world_size,
-            timeout=_RENDEZVOUS_TIMEOUT,
+            timeout=RENDEZVOUS_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
         # None: all ranks.
@@ -169,10 +169,10 @@ class DistributedGroup:
         """Return the group of this rank's stage, and one of all ranks on the host; every rank makes all groups."""
         own = None
         for first in range(0, self._all_ranks, self.world_size):
-            made = dist.new_group(list(range(first, first + self.world_size)), timeout=_RENDEZVOUS_TIMEOUT)
+            made = dist.new_group(list(range(first, first + self.world_size)), timeout=RENDEZVOUS_TIMEOUT)
             own = made if first == self._first else own
         assert own is not None, "this rank is in one of the stages"
-        return own, dist.new_group(backend="gloo", timeout=_RENDEZVOUS_TIMEOUT)
+        return own, dist.new_group(backend="gloo", timeout=RENDEZVOUS_TIMEOUT)
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return some of the shared memory, if there is any and it is large enough."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
@@ -12,6 +12,7 @@ from services.worker.engine.quantization.formats import column_unit, expert_colu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.steps import EngineSpec
     from services.worker.engine.model.config import ModelConfig
 
 # Matrix kernels work on whole vectors of 16 floats, so borders inside the feed-forward layer fall between those; with
@@ -138,6 +139,37 @@ def shard_kinds(
     if config.local_heads is not None:
         configs = [config.with_heads(is_local=is_local) for is_local in (False, True)]
     return [(each, shard_model(each, rank, world_size, expert_parallel=expert_parallel)) for each in configs]
+
+
+def shards_of(spec: EngineSpec, config: ModelConfig, tensor_rank: int) -> list[tuple[ModelConfig, ModelShard]]:
+    """Return `shard_kinds` for a rank of the group that `spec` configures.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so.
+    """
+    kinds = shard_kinds(config, tensor_rank, spec.tensor_ranks, expert_parallel=spec.expert_parallel)
+    if spec.data_parallel_size == 1:
+        return kinds
+    group, groups = spec.data_parallel_rank, spec.data_parallel_size
+    return [(each, share_experts(each, shard, group, groups)) for each, shard in kinds]
+
+
+def share_experts(config: ModelConfig, shard: ModelShard, group: int, groups: int) -> ModelShard:
+    """Return a rank's part of a model of which it holds everything but experts, which it shares with other groups.
+
+    Raises:
+        ConfigurationError: there are none to share, or too few.
+    """
+    if config.moe is None:
+        raise ConfigurationError(
+            f"scheduler.data_parallel: {config.family} has no experts that groups could share; run groups that each "
+            "have the whole model (pando up --roles both=2)"
+        )
+    if groups > config.moe.experts:
+        raise ConfigurationError(
+            f"scheduler.data_parallel: {config.family} has {config.moe.experts} experts, too few for {groups} groups"
+        )
+    return replace(shard, experts=split_evenly(config.moe.experts, groups)[group])
 
 
 def are_cut_alike(kinds: Sequence[tuple[ModelConfig, ModelShard]]) -> bool:

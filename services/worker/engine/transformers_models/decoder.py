@@ -78,6 +78,10 @@ class TransformersDecoder:
         """None: experts are not distributed."""
 
     @property
+    def exchange(self) -> None:
+        """None, for the same reason."""
+
+    @property
     def kv_layout(self) -> KvLayout:
         """Layout of pages in memory."""
         return self._attention[0].layout

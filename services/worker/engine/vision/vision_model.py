@@ -59,6 +59,15 @@ class VisionModel:
     def read_expert_load(self) -> None:
         """Return None: there are no experts."""
 
+    @property
+    def pass_calls(self) -> None:
+        """None, for the same reason."""
+
+    def join_pass(self, number: int) -> bool:
+        """Return False: no pass is called."""
+        del number
+        return False
+
     def keep_warm(self) -> None:
         """Do nothing: requests with images are seldom so close to each other that it would matter."""
 

@@ -169,3 +169,42 @@ def test_mixtures_on_two_gpus_compute_the_same_as_on_one(
     (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))
     together = results[-1 if "stages" in changes else 0]
     assert float((together - alone).norm() / alone.norm()) < 2e-2
+
+
+def compute_shared(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Tensor | None:
+    """Compute a prompt on group 0 of those that share experts; the others have no tokens. With one group, alone."""
+    spec = EngineSpec(
+        model, dtype="bfloat16", max_rows=4, device_pages=64, data_parallel_rank=rank, data_parallel_size=world_size,
+        data_parallel_rendezvous=rendezvous if world_size > 1 else "",
+    )  # fmt: skip
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
+    logits = None
+    if rank == 0:
+        driver = Driver(runner)
+        row, ids = driver.open(60), random_ids(40, runner.capacity.vocabulary_size)
+        parts = [ids[:23], ids[23:36], *([token] for token in ids[36:])]
+        logits = torch.cat([driver.run([(row, part)]).cpu() for part in parts])
+    if runner.pass_calls is not None:
+        # Until no rank has tokens left.
+        runner.pass_calls.load_together(runner.join_pass)
+        assert runner.agree(True)
+        assert runner.expert_counts is not None
+        assert sum(runner.expert_counts.read().tokens) > 0
+    runner.close()
+    return logits
+
+
+@pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "deepseek v3"])
+def test_two_gpus_that_share_experts_compute_the_same_as_one(fresh_ranks: Ranks, family: str, tmp_path: Path) -> None:
+    # All experts are chosen: roundings change no choice.
+    name, options = FAMILIES[family]
+    few = {"num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "n_group": 1, "topk_group": 1}
+    changes = {key: value for key, value in few.items() if key in options}
+    if family == "deepseek v3":
+        # The sizes for which there are programs.
+        changes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "hidden_size": 64}
+    save_model(tmp_path, name, {**options, **changes, "initializer_range": 0.05})
+    together, nothing = fresh_ranks.run(compute_shared, WORLD, str(tmp_path))
+    (alone,) = fresh_ranks.run(compute_shared, 1, str(tmp_path))
+    assert nothing is None
+    assert float((together - alone).norm() / alone.norm()) < 2e-2
