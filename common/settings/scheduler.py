@@ -229,6 +229,23 @@ class SpeculationSettings(Section):
     """Maximum tokens of a draft."""
 
 
+class DataParallelSettings(Section):
+    """For mixtures: groups that share experts, while each has the attention and the KV of its own requests only.
+
+    Tokens are sent to the ranks that hold their experts, and the outputs come back. Groups have one worker each. If a
+    worker dies, the workers of all these groups meet again, and requests go on with the same tokens.
+    """
+
+    size: int = Field(default=1, ge=1)
+    """Scheduler groups over which the experts are distributed. 1: each group has the whole model. `pando up --dp` sets
+    it, and runs as many groups."""
+    rank: int = Field(default=0, ge=0)
+    """The number of this group among them, from 0."""
+    rendezvous: str = "127.0.0.1:29556"
+    """host:port at which the workers of these groups connect to each other, served by that of group 0; the same for
+    all."""
+
+
 class SchedulerSettings(Section):
     """Rows, steps, KV pages and timeouts of the scheduler."""
 
@@ -257,6 +274,7 @@ class SchedulerSettings(Section):
     expert_parallel: bool = False
     """For mixtures: whether each rank of a stage holds some experts as a whole, instead of some columns of every
     expert. A rank multiplies fewer but larger matrices; all wait for the one whose experts the tokens prefer."""
+    data_parallel: DataParallelSettings = DataParallelSettings()
     detokenizer: Addresses = Field(default=("127.0.0.1:50054",), min_length=1)
     """Addresses of the detokenizers, all those that gateways use; dns:host:port stands for all addresses that the host
     name resolves to, which are looked up periodically."""
@@ -309,4 +327,23 @@ class SchedulerSettings(Section):
     def _check_role(self) -> SchedulerSettings:
         if self.role == "decode" and not (self.host_tier.gigabytes or self.host_tier.pages):
             raise ValueError("scheduler.role decode requires a host tier: set scheduler.host_tier.gigabytes")
+        return self
+
+    @model_validator(mode="after")
+    def _check_data_parallel(self) -> SchedulerSettings:
+        shared = self.data_parallel
+        if shared.rank >= shared.size:
+            raise ValueError(f"data_parallel.rank {shared.rank} must be below data_parallel.size {shared.size}")
+        if shared.size == 1:
+            return self
+        obstacles = {
+            "workers of several ranks: groups that share experts have one each": len(self.workers) > 1,
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "expert_parallel: experts are distributed over the groups already": self.expert_parallel,
+            "adapters.slots: adapters of experts on other ranks are not supported": self.adapters.slots > 0,
+            "device_turns: a rank that sleeps could not compute its experts for others": self.device_turns.enabled,
+        }
+        for what, is_set in obstacles.items():
+            if is_set:
+                raise ValueError(f"scheduler.data_parallel cannot be combined with scheduler.{what}")
         return self

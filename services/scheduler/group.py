@@ -181,6 +181,11 @@ class WorkerGroup:
         return self._spec
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether workers of other groups need those of this group for their own passes."""
+        return self._spec.data_parallel_size > 1
+
+    @property
     def weights(self) -> LoadedWeights:
         """The weights that the group is configured with."""
         return LoadedWeights(self._spec.model, self._spec.load_format, self._spec.weight_version or DEFAULT_VERSION)

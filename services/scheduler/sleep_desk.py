@@ -91,11 +91,15 @@ class SleepDesk:
             keep_cache: Whether the cache is copied to the host tier and kept there; otherwise it is dropped.
 
         Raises:
-            InvalidRequestError: there is no host tier to keep the cache in.
+            InvalidRequestError: there is no host tier to keep the cache in, or other groups need the workers.
             UnavailableError: weights are replaced, the workers change already, or one was lost; they are or soon will
                 be awake.
         """
         core = self._loop.core
+        if self._group.shares_experts:
+            raise InvalidRequestError(
+                "groups that share experts (scheduler.data_parallel) cannot sleep: the others need their experts"
+            )
         if self._weights.is_updating:
             raise UnavailableError("the weights are being replaced; try again when that is done", retry_after_ms=1000)
         if _runs(self._falling) or _runs(self._waking):

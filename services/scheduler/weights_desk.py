@@ -78,6 +78,11 @@ class WeightsDesk:
                 f"weight_version must have at most {MAX_VERSION_CHARACTERS} printable characters",
                 param="weight_version",
             )
+        if self._group.shares_experts:
+            raise InvalidRequestError(
+                "groups that share experts (scheduler.data_parallel) cannot replace their weights one by one; restart "
+                "them with the other weights"
+            )
         if self._loop.is_sleeping or self._loop.holds_all:
             raise UnavailableError("the model sleeps; wake it before its weights are replaced")
         if self.is_updating:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from common.errors import ConfigurationError
+import pytest
+from pydantic import ValidationError
+
+from common.errors import ConfigurationError, InvalidRequestError
 from common.settings import ModelSettings, SchedulerSettings, Settings
+from common.steps import EngineSpec, SleepLevel
 from services.scheduler.__main__ import check_ranks, engine_spec
+from services.scheduler.encoder_desk import encoder_spec
+from services.scheduler.group import WorkerGroup
+from services.scheduler.sleep_desk import SleepDesk, SleepMode
+from services.scheduler.weights_desk import UpdateMode, WeightsDesk
 
 
 def test_the_engine_spec_carries_dtypes_and_quantization_of_the_settings() -> None:
@@ -46,3 +55,42 @@ def test_experts_are_distributed_over_the_ranks_of_a_stage() -> None:
     check_ranks(scheduler)
     spec = engine_spec(Settings(scheduler=scheduler))
     assert (spec.expert_parallel, spec.stages) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data_parallel": {"size": 2, "rank": 2}}, "data_parallel.rank 2 must be below data_parallel.size 2"),
+        ({"workers": ("a:1", "b:1")}, "scheduler.workers of several ranks"),
+        ({"pipeline_parallel": 2}, "scheduler.pipeline_parallel"),
+        ({"expert_parallel": True}, "scheduler.expert_parallel"),
+        ({"adapters": {"slots": 2}}, "scheduler.adapters.slots"),
+        ({"device_turns": {"enabled": True}}, "scheduler.device_turns"),
+    ],
+)
+def test_what_groups_that_share_experts_cannot_do_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        SchedulerSettings.model_validate({"data_parallel": {"size": 2}, **changes})
+
+
+def test_groups_that_share_experts_know_their_number_and_where_they_meet() -> None:
+    shared = {"size": 3, "rank": 1, "rendezvous": "host:7"}
+    spec = engine_spec(Settings(scheduler=SchedulerSettings.model_validate({"data_parallel": shared})))
+    assert (spec.data_parallel_size, spec.data_parallel_rank, spec.data_parallel_rendezvous) == (3, 1, "host:7")
+    assert spec.has_whole_experts
+    assert not spec.is_alone
+    alone = engine_spec(Settings())
+    assert alone.is_alone
+    assert alone.data_parallel_rendezvous == ""
+    encoder = encoder_spec(spec)
+    assert (encoder.data_parallel_size, encoder.data_parallel_rank) == (1, 0)
+
+
+async def test_groups_that_share_experts_neither_sleep_nor_replace_their_weights() -> None:
+    listener: Any = SimpleNamespace(core=None)
+    group = WorkerGroup([], EngineSpec("m", data_parallel_size=2), listener, 1.0)
+    weights = WeightsDesk(listener, group)
+    with pytest.raises(InvalidRequestError, match="cannot replace their weights"):
+        await weights.update("newer", "", UpdateMode.DRAIN, "")
+    with pytest.raises(InvalidRequestError, match="cannot sleep"):
+        await SleepDesk(listener, group, weights, listener).sleep(SleepLevel.HOST, SleepMode.DRAIN, keep_cache=False)
