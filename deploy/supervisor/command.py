@@ -99,12 +99,18 @@ def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("-h", "--help", action=_CommonHelp, help="show the most common settings")
     parser.add_argument("--help-all", action="help", help="show all settings")
     settings, arguments = parse_settings(parser, [_long_form(argument) for argument in argv])
-    if arguments.pp is None:
-        return settings, arguments
-    if arguments.pp < 1:
-        raise ConfigurationError(f"--pp: a pipeline has at least 1 stage, not {arguments.pp}")
-    scheduler = settings.scheduler.model_copy(update={"pipeline_parallel": arguments.pp})
-    return settings.model_copy(update={"scheduler": scheduler}), arguments
+    changes: dict[str, object] = {}
+    if arguments.pp is not None:
+        if arguments.pp < 1:
+            raise ConfigurationError(f"--pp: a pipeline has at least 1 stage, not {arguments.pp}")
+        changes["pipeline_parallel"] = arguments.pp
+    if arguments.dp is not None:
+        if arguments.dp < 1:
+            raise ConfigurationError(f"--dp: experts are distributed over at least 1 group, not {arguments.dp}")
+        changes["data_parallel"] = settings.scheduler.data_parallel.model_copy(update={"size": arguments.dp})
+        if len(arguments.roles) == 1:
+            arguments.roles *= arguments.dp
+    return settings.model_copy(update={"scheduler": settings.scheduler.model_copy(update=changes)}), arguments
 
 
 class UpParser(SettingsParser):
@@ -151,6 +157,13 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pipeline stages, each with --tp worker processes that hold some of the layers; sets "
         "scheduler.pipeline_parallel (default 1)",
+    )
+    parser.add_argument(
+        "--dp",
+        type=int,
+        metavar="N",
+        help="scheduler groups of a mixture that share its experts, each with one worker and with the attention and KV "
+        "of its own requests; sets scheduler.data_parallel (default 1)",
     )
     for kind in ("tokenizers", "detokenizers"):
         text = f"{kind} of each model, which share its requests (default 1)"

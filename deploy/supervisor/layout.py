@@ -13,8 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from common.errors import ConfigurationError
-from common.settings import BackendSettings
+from common.settings import BackendSettings, SchedulerSettings, explain
 from common.types import GroupRole
 from deploy.supervisor.child import IGNORE_SIGTERM
 from deploy.supervisor.models import check_metrics_ports, deploy_models
@@ -177,6 +179,8 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
     if takes_turns and len(replicas.roles) > 1:
         raise ConfigurationError("models that share a device have one scheduler group each: leave out --roles")
     deployed = deploy_models(settings, ranks)
+    for model in deployed:
+        check_data_parallel(model, replicas)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     at_once = max if takes_turns else sum
     total = at_once(sum(replicas.ranks_of(model)) + replicas.total_encoders for model in deployed)
@@ -200,6 +204,27 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
     )
     models = {each.model.name: each.model.prefix for each in placed}
     return Layout(services, url, settings.gateway.default_model or next(iter(models)), models, probe_url)
+
+
+def check_data_parallel(model: DeployedModel, replicas: Replicas) -> None:
+    """Raise ConfigurationError if the groups of a model cannot share its experts as its settings say."""
+    scheduler = model.settings.scheduler
+    size = scheduler.data_parallel.size
+    if size == 1:
+        return
+    if len(replicas.groups) != size:
+        raise ConfigurationError(
+            f"scheduler.data_parallel.size is {size}, but there are {len(replicas.groups)} scheduler groups: leave out "
+            f"--roles, and add --dp {size}"
+        )
+    if max(replicas.ranks_of(model)) > 1:
+        raise ConfigurationError(
+            "groups that share experts (--dp, scheduler.data_parallel) have one worker each: leave out --tp and --pp"
+        )
+    try:
+        SchedulerSettings.model_validate(scheduler.model_dump())
+    except ValidationError as error:
+        raise ConfigurationError(explain(error, "scheduler")) from error
 
 
 def _probe_url(settings: Settings, host: str) -> str | None:
@@ -233,6 +258,7 @@ class _Group:
     workers that only encode images for it.
     """
 
+    number: int
     role: GroupRole
     scheduler: str
     workers: str
@@ -250,11 +276,11 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
     count, sizes = len(replicas.groups), replicas.ranks_of(model)
     encoders = [_numbered(name, replicas.encoders) for name in _numbered("encoder", count)]
     groups = [
-        _Group(group.role, scheduler, worker, _numbered(worker, size), before, own if replicas.encoders else ())
-        for group, scheduler, worker, size, before, own in zip(
+        _Group(number, group.role, scheduler, worker, _numbered(worker, size), before, own if replicas.encoders else ())
+        for number, (group, scheduler, worker, size, before, own) in enumerate(zip(
             replicas.groups, _numbered("scheduler", count), _numbered("worker", count), sizes,
             itertools.accumulate(sizes[:-1], initial=0), encoders, strict=True,
-        )
+        ))
     ]  # fmt: skip
     encoder_names = [name for group in groups for name in group.encoders]
     tokenizers = _numbered("tokenizer", replicas.tokenizers)
@@ -263,6 +289,8 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
     names = (*detokenizers, *tokenizers, *of_groups, *encoder_names)
     sockets = {name: _socket(run_directory, model.prefix.replace("/", ".") + name) for name in names}
     settings = suited(model.settings)
+    shares_experts = settings.scheduler.data_parallel.size > 1
+    meeting_place = f"127.0.0.1:{free_port('127.0.0.1')}"
     rendezvous = {group.scheduler: f"127.0.0.1:{free_port('127.0.0.1')}" for group in groups}
     settings = _with(settings, "scheduler", {"detokenizer": tuple(sockets[name] for name in detokenizers)})
     settings = _with(settings, "tokenizer", {"schedulers": tuple(sockets[group.scheduler] for group in groups)})
@@ -281,6 +309,9 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
                 "encoders": tuple(sockets[name] for name in of.encoders) or own.scheduler.encoders,
                 "rendezvous": rendezvous[of.scheduler],
                 "role": of.role.value,
+                "data_parallel": own.scheduler.data_parallel.model_copy(
+                    update={"rank": of.number, "rendezvous": meeting_place} if shares_experts else {}
+                ),
             }
             adapters = own.scheduler.adapters
             if adapters.slots and adapters.manifest is None:
@@ -289,8 +320,10 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
             own = _with(own, "scheduler", connected)
         is_rank = module == "worker"
         its = _with_own_metrics_port(_for_rank(own, number, total_ranks) if is_rank else own, module, number)
-        # Only the ranks of a group depend on each other.
-        group = model.prefix + (of.workers if is_rank and of else name)
+        # Only the ranks of a group depend on each other. Those of groups that share experts notice a loss themselves;
+        # but on GPUs they may hang in a collective until the lost one has come back.
+        workers = "workers" if of is None or (shares_experts and runs_on_gpu(settings.worker)) else of.workers
+        group = model.prefix + (workers if is_rank and of else name)
         full = f"services.{module}"
         return ServiceSpec(
             model.prefix + name, full, sockets[name], stage, its, group, drain_s + STOP_MARGIN_S, model.name

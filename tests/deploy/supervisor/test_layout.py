@@ -10,7 +10,7 @@ from common.errors import ConfigurationError
 from common.settings import RpcSettings, Settings, TlsSettings
 from common.settings.scheduler import HostTierSettings
 from deploy.supervisor import layout as layout_module
-from deploy.supervisor.command import read_roles
+from deploy.supervisor.command import read_arguments, read_roles
 from deploy.supervisor.layout import PlannedGroup, Replicas, Stage, check_port, free_port, plan_layout
 
 RUN = Path("/run/pando/8000")
@@ -168,6 +168,50 @@ def test_ranks_of_groups_count_per_stage() -> None:
     layout = plan_layout(settings, RUN, 1, Replicas(groups=read_roles("prefill=1x2,decode=1")))
     schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
     assert [len(each.workers) for each in schedulers] == [4, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_groups_that_share_experts_meet_in_one_place_and_on_gpus_restart_together(device: str) -> None:
+    settings, arguments = read_arguments(["--dp", "2", "--worker.device", device])
+    layout = plan_layout(settings, RUN, 1, Replicas(groups=arguments.roles))
+    schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
+    assert [(each.data_parallel.size, each.data_parallel.rank) for each in schedulers] == [(2, 0), (2, 1)]
+    assert len({each.data_parallel.rendezvous for each in schedulers}) == 1
+    assert [len(each.workers) for each in schedulers] == [1, 1]
+    workers = [spec for spec in layout.services if spec.module == "services.worker"]
+    assert [spec.name for spec in workers] == ["worker-0", "worker-1"]
+    assert len({spec.group for spec in workers}) == (1 if device == "cuda" else 2)
+    assert {spec.group for spec in workers}.isdisjoint(spec.group for spec in layout.services if spec not in workers)
+    assert [spec.settings.worker.device_index for spec in workers] == [0, 1]
+
+
+def test_groups_that_share_experts_may_have_roles() -> None:
+    arguments = ["--dp", "2", "--roles", "prefill=1,decode=1", "--scheduler.host_tier.pages", "8"]
+    settings, own = read_arguments(arguments)
+    layout = plan_layout(settings, RUN, 1, Replicas(groups=own.roles))
+    schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
+    assert [(each.role, each.data_parallel.rank) for each in schedulers] == [("prefill", 0), ("decode", 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--dp", "0"], "--dp: experts are distributed over at least 1 group, not 0"),
+        (["--dp", "2", "--tp", "2"], "leave out --tp and --pp"),
+        (["--dp", "2", "--pp", "2"], "leave out --tp and --pp"),
+        (["--dp", "2", "--roles", "both=3"], "there are 3 scheduler groups"),
+        (["--scheduler.data_parallel.size", "2"], "add --dp 2"),
+        (["--dp", "2", "--expert-parallel"], "scheduler.expert_parallel"),
+        (["--dp", "2", "--scheduler.adapters.slots", "2"], "scheduler.adapters.slots"),
+    ],
+)
+def test_groups_that_cannot_share_experts_are_refused_by_name(arguments: list[str], named: str) -> None:
+    def lay_out() -> None:
+        settings, own = read_arguments(arguments)
+        plan_layout(settings, RUN, own.tp, Replicas(groups=own.roles))
+
+    with pytest.raises(ConfigurationError, match=named):
+        lay_out()
 
 
 @pytest.mark.parametrize("text", ["prefill=x2", "prefill=1x0", "prefill=1x", "reader=1", "prefill=1,", "both=-1"])
