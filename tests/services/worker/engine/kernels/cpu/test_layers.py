@@ -40,7 +40,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, library: CpuLibrary) -> list[FusedLa
 
 def outcomes(directory: Path, products: str = "auto", **changes: object) -> list[torch.Tensor]:
     """Logits of the passes in `WORK`."""
-    runner = load(directory, backend="compiled", threads=2, products=products, **changes)
+    runner = load(directory, backend="compiled", threads=2, products=products, **changes)  # type: ignore[arg-type]
     driver = Driver(runner)
     rows = [driver.open(100) for _ in WORK[0]]
     got = [driver.run(list(zip(rows, tokens, strict=True))) for tokens in WORK]
