@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.recurrent import StatePool
     from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.group import RankGroup
-    from services.worker.engine.parallel.pass_calls import PassCalls
+    from services.worker.engine.parallel.pass_calls import QueuedPassCalls
     from services.worker.engine.parallel.stages import PendingTokens
     from services.worker.engine.vision.encoder import EncoderImage, VisionEncoder
 
@@ -108,7 +108,7 @@ class ModelRunner:
         return self._model.exchange.counts
 
     @property
-    def pass_calls(self) -> PassCalls | None:
+    def pass_calls(self) -> QueuedPassCalls | None:
         """Calls to passes of other groups, which this rank has to join; None unless groups share experts."""
         exchange = None if self._model is None else self._model.exchange
         return None if exchange is None else exchange.group.calls

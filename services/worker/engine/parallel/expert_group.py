@@ -13,7 +13,7 @@ from common.errors import ConfigurationError
 from services.worker.engine.execution.interface import ExpertGroupError
 from services.worker.engine.parallel.group import RENDEZVOUS_TIMEOUT, RankGroup, join_group, use_way_to
 from services.worker.engine.parallel.meeting import meet
-from services.worker.engine.parallel.pass_calls import PassCalls
+from services.worker.engine.parallel.pass_calls import QueuedPassCalls
 from services.worker.engine.parallel.stages import NoStages
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ExpertGroup:
             timeout=RENDEZVOUS_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-        self.calls = PassCalls(store, rank, ranks)
+        self.calls = QueuedPassCalls(store, rank, ranks)
 
     def gather(self, numbers: torch.Tensor) -> torch.Tensor:
         """Gather `numbers` [n] int64, equally many on each rank; return [ranks, n] on the host.

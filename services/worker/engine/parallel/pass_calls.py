@@ -20,7 +20,7 @@ _LOADED = b"loaded"
 _IDLE = timedelta(days=1000)
 
 
-class PassCalls:
+class QueuedPassCalls:
     """Numbers the passes of a group, and tells its ranks about those that begin.
 
     A rank ends pass n only after all ranks have begun it, so every rank knows the same numbers. `next_call` belongs to

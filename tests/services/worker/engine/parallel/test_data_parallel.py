@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from common.steps import ExpertLoad
     from services.worker.engine.execution.engine import ModelEngine
     from services.worker.engine.model_runner import ModelRunner
-    from services.worker.engine.parallel.pass_calls import PassCalls
+    from services.worker.engine.parallel.pass_calls import QueuedPassCalls
     from tests.services.worker.engine.parallel.ranks import Ranks
 
 # Each group has another one; the last group has no request at all.
@@ -51,7 +51,7 @@ def load_group(rank: int, ranks: int, rendezvous: str, model: str, **changes: ob
     return load(model, **{**shared, **changes})  # type: ignore[arg-type]  # spec fields
 
 
-def join_the_rest(calls: PassCalls, join: Callable[[int], bool]) -> int:
+def join_the_rest(calls: QueuedPassCalls, join: Callable[[int], bool]) -> int:
     """Take part in passes until no rank has tokens left; return how many there were."""
     joined: list[int] = []
     calls.load_together(lambda number: joined.append(number) if join(number) else None)
