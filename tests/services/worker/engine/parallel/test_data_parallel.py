@@ -141,6 +141,8 @@ def live(rank: int, ranks: int, rendezvous: str, spec: EngineSpec, worlds: int) 
     calls = engine.pass_calls
     assert calls is not None
     join_the_rest(calls, engine.join_pass)  # type: ignore[arg-type]  # that of a decoder
+    # None leaves while another one still waits for calls.
+    dist.barrier()
     engine.close()
     alone.close()
     return tokens
