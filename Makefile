@@ -27,8 +27,9 @@ endif
 # protoc looks for its plugins on the path.
 WITH_PLUGINS := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Several tests share a machine: one thread each is faster than all of them fighting for every core.
-UNIT_JOBS ?= 2
+# Several tests share a machine: one thread each is faster than all of them fighting for every core. Many unit tests wait,
+# so that three at a time are faster on two cores: 8 minutes instead of 12.
+UNIT_JOBS ?= 3
 E2E_JOBS ?= 2
 # RETRY=1, as in CI: tests that failed run once more, one at a time, as other work may have slowed down the machine. A
 # test that passes then is reported; one that fails twice fails the run.
