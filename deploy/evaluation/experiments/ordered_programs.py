@@ -64,7 +64,7 @@ DEVICE = torch.device("cuda")
 
 
 def microseconds(runs: Sequence[Callable[[], object]]) -> float:
-    """Return how long one of `runs` takes, of which LAUNCHES are captured in turn; the fastest of five replays."""
+    """Return the time of one of `runs`, of which LAUNCHES are captured in turn: the shortest of five replays."""
     runs[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -206,7 +206,7 @@ def measure_attention(sheet: ResultSheet, shape: dict[str, int]) -> bool:
 
 
 def eager_microseconds(run: Callable[[], object]) -> float:
-    """Return how long `run` takes, which cannot be captured; the fastest of five times."""
+    """Return the time of `run`, which cannot be captured: the shortest of five."""
     times = []
     for _ in range(6):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

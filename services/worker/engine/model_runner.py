@@ -238,7 +238,7 @@ class ModelRunner:
     def join_pass(self, number: int) -> bool:
         """Compute what ranks of other groups need in a pass; return False if this rank has taken part in it already."""
         exchange = self._awake.exchange
-        assert exchange is not None, "groups that share no experts call nobody"
+        assert exchange is not None, "only groups that share experts call each other"
         return exchange.join_pass(number)
 
     def expect_tokens(self, shape: tuple[int, int]) -> PendingTokens:

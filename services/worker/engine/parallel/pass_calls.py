@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # from a compiled module
 
 _LOADED = b"loaded"
-# A rank may be idle for as long as nobody has a request.
+# A rank may be idle as long as there are no requests.
 _IDLE = timedelta(days=1000)
 
 

@@ -213,7 +213,7 @@ def test_what_cannot_be_deterministic_is_refused_by_name(
 
 
 class _Gpu(TorchBackend):
-    """What a GPU's kernels are called, where there is none."""
+    """A back end with the name of the GPU's, on a machine that has none."""
 
     name = "gpu"
 

@@ -61,7 +61,7 @@ def build_by(instruction: str, program: Any, types: str, warps: int, **constants
 
 
 def compiled(program: Any, types: str, warps: int, **constants: float) -> Any:
-    """Return what Triton's compiler makes of a program."""
+    """Return a compiled variant of a program."""
     rest = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(rest) for name in program.arg_names}
     values = {(program.arg_names.index(name),): value for name, value in constants.items()}
