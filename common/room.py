@@ -36,6 +36,8 @@ class SharedRoom:
         Raises:
             QueueFullError: too few places are free; the message names the bound that is reached.
         """
+        if not places:
+            return
         left = self._places - self._taken - places
         if left < 0:
             raise self._full("too many requests", "at this server")

@@ -43,3 +43,13 @@ def test_a_request_of_many_parts_takes_free_room_and_returns_all_of_it() -> None
     room.give_back(ANN, 90)
     room.give_back(RIVAL, 10)
     assert fill(room, BOB) == 60
+
+
+def test_who_needs_no_place_is_admitted_to_a_full_room() -> None:
+    room = SharedRoom(10, "open", 1000)
+    taken = {subject: fill(room, subject) for subject in (ANN, BOB, RIVAL)}
+    for subject in taken:
+        room.take(subject, 0)
+        room.give_back(subject, 0)
+    room.give_back(ANN, taken[ANN])
+    room.take(ANN)
