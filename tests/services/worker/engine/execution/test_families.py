@@ -25,6 +25,8 @@ from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
 pytestmark = pytest.mark.gpu
 
 PROMPT = random_ids(70, VOCABULARY)
+# A factor for each of the 24 pairs that heads of 64 components rotate.
+_FACTORS = {"short_factor": [1 + i / 12 for i in range(24)], "long_factor": [1 + i / 3 for i in range(24)]}
 # Head sizes that FlashInfer has kernels for.
 OWN = {
     "qwen3 moe": {"head_dim": 64, "hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 4},
@@ -35,8 +37,13 @@ OWN = {
     "mixtral": {"head_dim": 64, "hidden_size": 64},
     "gemma2": {"head_dim": 128, "hidden_size": 64},
     "gemma4": {"head_dim": 256, "global_head_dim": 512, "hidden_size": 64},
-    "gemma4 moe": {"head_dim": 64, "global_head_dim": 128, "hidden_size": 64},
-    "phi4": {"hidden_size": 256},
+    # All experts: roundings would choose others, with a large effect on such small models.
+    "gemma4 moe": {"head_dim": 64, "global_head_dim": 128, "hidden_size": 64, "top_k_experts": 6},
+    "phi4": {
+        "head_dim": 64,
+        "hidden_size": 256,
+        "rope_parameters": FAMILIES["phi4"][1]["rope_parameters"] | _FACTORS,
+    },
     "granite moe shared": {"head_dim": 64, "hidden_size": 64},
     "olmo2": {"head_dim": 64, "hidden_size": 64},
     "glm4": {"head_dim": 64, "hidden_size": 64},
