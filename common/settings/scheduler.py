@@ -22,7 +22,11 @@ class CacheSettings(Section):
     user. shared: one cache for all users, which reveals to each what others have sent: only for users who trust each
     other. chunk: no prefix cache."""
     epoch_seconds: float = Field(default=10.0, gt=0)
-    """Length of a cache epoch in seconds. At its end, windows of counters close and prompts become shared."""
+    """Length of a cache epoch in seconds. At its end, windows of counters close, and probing has consequences."""
+    sharing_seconds: float = Field(default=1.0, gt=0)
+    """Time between boundaries at which prompts with enough evidence become shared, in seconds. Ends of epochs are such
+    boundaries, too. Shorter: prompts are computed less often before they are shared; users who have computed one, too,
+    can tell more precisely when it was shared."""
     eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
     """Pages to evict first: least recently used (lru), least frequently used (lfu), used only once (slru), or used by
     requests of low priority (priority)."""

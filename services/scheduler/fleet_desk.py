@@ -1,6 +1,6 @@
 """Carries evidence, demotions, quarantines and pins between the cache and the state that the groups share.
 
-While the server answers, a group applies what another has reported by its second next poll, at the next epoch boundary.
+While the server answers, a group applies what another has reported by its second next poll, at the next boundary.
 Facts are read from a stream by position, so that a group misses none. A group that cannot reach the server decides
 alone, by its own evidence; after `LEASE_EPOCHS` it gives up what it shares by other groups' evidence only, as it would
 not learn of a demotion. It reports what it has kept meanwhile when the server answers again.

@@ -88,6 +88,9 @@ class SchedulerLoop:
         self._core_meter: CoreMeter | None = None
         self._checks: MemoryChecks | None = None
         self._advance: Callable[[int], None] = lambda _epoch: None
+        self._share: Callable[[], None] = lambda: None
+        # The boundary of sharing that was passed last, by the clock.
+        self._boundary = 0
         self._settings = settings
         self._clock = clock
         self._storage = StorageDesk(settings.storage)
@@ -365,6 +368,7 @@ class SchedulerLoop:
             self._checks = MemoryChecks(self.core)
             # Rare and long, so each call is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
+            self._share = times.timed("share", cache.share, one_in=1)
             self.core.hold_new(held=self._holds_new)
             self.core.hold_all(held=self._holds_all)
         self._note_ready(capacity, weights)
@@ -547,7 +551,7 @@ class SchedulerLoop:
             self.core.expire(self.now)
             self._expire_while_asleep(self.core)
             self._hand_back(self.core)
-            self._advance(self.epoch)
+            self._pass_boundaries(self.core.memory.cache)
             self._storage.advance(self.epoch)
             self._push()
             if self._core_meter is not None:
@@ -555,6 +559,15 @@ class SchedulerLoop:
             if self._checks is not None:
                 self._checks.check()
             self._wake.set()
+
+    def _pass_boundaries(self, cache: PrefixCache) -> None:
+        """Let the cache share what has enough evidence, and advance its epoch, if it is time."""
+        boundary = int(self._clock() / self._settings.cache.sharing_seconds)
+        if self.epoch != cache.epoch:
+            self._advance(self.epoch)
+        elif boundary != self._boundary:
+            self._share()
+        self._boundary = boundary
 
     async def _keep_tidy(self) -> None:
         """Free the memory of unused adapters; apart from housekeeping, as workers may take seconds to answer."""

@@ -46,7 +46,7 @@ def test_control_plane_measures_every_part(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.soak
 def test_tenants_measures_several_modes_and_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
-    small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--epoch-seconds", "1"]
+    small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--sharing-seconds", "0.5"]
     assert main(["bench", "tenants", *FAKE, *small, "--json", str(path)]) == 0
     assert "request_throughput / isolated" in capsys.readouterr().out
     found = {(entry["label"], entry["metric"]): entry["value"] for entry in json.loads(path.read_text())}

@@ -185,7 +185,7 @@ def show_and_change(aware: Served, is_watched: Callable[[], bool]) -> None:
     # Pinned, a prompt is public after the first who asks.
     pinned = "Answer as the gardener of this place would, and in verse. " * 8
     assert pando(aware, "pin", "--system", pinned, admin=False).returncode == 1
-    assert "tokens are public from the next epoch on" in pando(aware, "pin", "--system", pinned).stdout
+    assert "tokens are public from the next boundary on" in pando(aware, "pin", "--system", pinned).stdout
     pass_epochs(aware, 3)
     assert chat(aware, pinned, "poet-1") == 0
     assert chat(aware, pinned, "poet-2") >= 64

@@ -82,7 +82,7 @@ def test_users_of_other_groups_find_the_prompt_in_at_least_nine_of_ten_requests(
         usage = tier.ask(f"user-{(user := next(fresh))}", f"{prompt} I am user {user}.", 2)
         return usage["cached"] >= 0.75 * usage["prompt"]
 
-    # A group that gets the prompt for the first time computes it, and shares it from the next epoch on.
+    # A group that gets the prompt for the first time computes it, and shares it from the next boundary on.
     wait_until(lambda: all(is_found() for _ in range(3)))
     # Those that avoid a burst at a busy machine bring it to further groups.
     for number in range(USERS):

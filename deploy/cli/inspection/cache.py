@@ -257,7 +257,7 @@ def pin(connection: Connection, *, prompt: Prompt) -> None:
     request = scheduler_pb2.PinRequest(token_ids=ids)
     answer = connection.scheduler.Pin(request, timeout=TIMEOUT_S, metadata=connection.metadata)
     if answer.pinned_tokens:
-        console_text = f"{answer.pinned_tokens:,} of {len(ids):,} tokens are public from the next epoch on"
+        console_text = f"{answer.pinned_tokens:,} of {len(ids):,} tokens are public from the next boundary on"
     else:
         console_text = f"nothing pinned: {len(ids):,} tokens are less than a page, or this cache does not support pins"
     connection.console.print(console_text)

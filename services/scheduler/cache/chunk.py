@@ -101,6 +101,9 @@ class ChunkCache:
     def advance(self, epoch: int) -> None:
         self.epoch = epoch
 
+    def share(self) -> None:
+        """Do nothing: nothing is shared."""
+
     def adopt(self, limits: Limits) -> None:
         """Do nothing, as no pages are kept."""
 

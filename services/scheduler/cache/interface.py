@@ -165,13 +165,16 @@ class PrefixCache(Protocol):
         """The current epoch, set by the last `advance`."""
 
     def advance(self, epoch: int) -> None:
-        """Start a later epoch: promote, demote, merge. Not on the critical path, as it may take milliseconds."""
+        """Start a later epoch: demote, and `share`. Not on the critical path, as it may take milliseconds."""
+
+    def share(self) -> None:
+        """Promote what has enough evidence by now, within an epoch. Not on the critical path, as `advance`."""
 
     def adopt(self, limits: Limits) -> None:
         """Apply other quotas and floors from now on."""
 
     def pin(self, token_ids: TokenIds) -> int:
-        """Make a prompt's whole pages public from the next epoch on; return their tokens."""
+        """Make a prompt's whole pages public from the next boundary on; return their tokens."""
 
     def unpin(self, token_ids: TokenIds) -> bool:
         """Undo `pin`; return whether there was such a pin."""
@@ -189,7 +192,7 @@ class PrefixCache(Protocol):
         """Return the evidence, demotions and quarantines that other scheduler groups have to know, each once."""
 
     def learn(self, news: FleetNews) -> None:
-        """Apply what other scheduler groups have reported, from the next epoch on."""
+        """Apply what other scheduler groups have reported, from the next boundary on."""
 
     @property
     def usage(self) -> CacheUsage:

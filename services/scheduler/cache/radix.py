@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class RadixCache:
     """Implements `PrefixCache`; `config.mode` decides which prefixes views share.
 
-    This module has the work per request, `sharing/` the work at epoch boundaries.
+    This module has the work per request, `sharing/` the work at boundaries of sharing and of epochs.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class RadixCache:
     # --- epochs and the operator ---
 
     def advance(self, epoch: int) -> None:
-        """Start `epoch`: close the windows of the last one, promote chains with enough evidence, merge pages."""
+        """Start `epoch`: close the windows of the last one, apply tenants' choices, and `share`."""
         assert epoch >= self.store.epoch, "epochs only advance"
         if epoch == self.store.epoch:
             return
@@ -308,6 +308,17 @@ class RadixCache:
             self._follow_choices()
             self._fleet.note_uses()
             self._detector.close()
+        self.share()
+        if self._is_user_aware:
+            self._promoter.note(self._promoter.reviews.expire(epoch))
+        idle = self.store.accounts.pop_idle(epoch)
+        self.store.queue.begin_epoch(epoch, idle)
+        self.store.tier.begin_epoch(epoch, idle)
+        if self.snapshots is not None:
+            self.snapshots.begin_epoch(epoch, idle)
+
+    def share(self) -> None:
+        """Apply pins, verdicts and the fleet's news, promote chains with enough evidence, merge pages."""
         if self.config.mode.allows_pins:
             for pin in self._pins.activate():
                 self._promoter.publish_pin(pin)
@@ -316,16 +327,9 @@ class RadixCache:
         if self._is_user_aware:
             self._fleet.claim(fresh, self._demoter.demoted)
             self._promoter.promote(self._promoter.groups(fresh))
-            self._promoter.note(self._promoter.reviews.expire(epoch))
-            missed = merge_private_subtree(self.store, self._promoter.groups(fresh))
-            self._promoter.note(missed)
+            self._promoter.note(merge_private_subtree(self.store, self._promoter.groups(fresh)))
         else:
             compress_chains(self.store)
-        idle = self.store.accounts.pop_idle(epoch)
-        self.store.queue.begin_epoch(epoch, idle)
-        self.store.tier.begin_epoch(epoch, idle)
-        if self.snapshots is not None:
-            self.snapshots.begin_epoch(epoch, idle)
 
     def adopt(self, limits: Limits) -> None:
         self.store.accounts.adopt(limits)
@@ -365,7 +369,7 @@ class RadixCache:
         return self._promoter.reviews.take()
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
-        """Record the verdict on a candidate; it applies from the next epoch on."""
+        """Record the verdict on a candidate; it applies from the next boundary on."""
         self._promoter.note(self._promoter.reviews.resolve(candidate_id, allowed_tokens))
 
     def forget_verdicts(self) -> None:

@@ -51,7 +51,7 @@ class NodeStore:
         self.soft: OrderedDict[Node, None] = OrderedDict()
         # Shared nodes with hits in the current epoch, whose window has to be closed at its end.
         self.touched: list[Node] = []
-        # Private and TENANT nodes changed since the last epoch boundary: only there can the evidence have become
+        # Private and TENANT nodes changed since the last boundary: only there can the evidence have become
         # sufficient.
         self.fresh: dict[Node, None] = {}
         # Nodes that might be joined with their only child.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from common.settings.scheduler import CacheSettings
 from deploy.evaluation.bench.deployments import LaunchError, add_setting_arguments
 from deploy.evaluation.bench.figures import Spread
 from deploy.evaluation.bench.report import output_console, print_failure, spread_text
@@ -58,7 +59,8 @@ def add_tenants_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=positive_int, default=8, help="sessions at a time (%(default)s)")
     load.add_argument("--rate", type=positive_float, help="instead: sessions per second, Poisson")
-    parser.add_argument("--epoch-seconds", type=positive_float, default=2.0, help="(%(default)s)")
+    sharing = CacheSettings().sharing_seconds
+    parser.add_argument("--sharing-seconds", type=positive_float, default=sharing, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     add_setting_arguments(parser)
     add_result_arguments(parser)
@@ -95,7 +97,7 @@ def options_of(arguments: argparse.Namespace) -> RoundOptions:
         rounds=arguments.rounds,
         concurrency=arguments.concurrency,
         rate=arguments.rate,
-        epoch_seconds=arguments.epoch_seconds,
+        sharing_seconds=arguments.sharing_seconds,
         seed=arguments.seed,
     )
 

@@ -147,7 +147,7 @@ class RoundOptions:
     rounds: int
     concurrency: int
     rate: float | None
-    epoch_seconds: float
+    sharing_seconds: float
     seed: int
 
 
@@ -159,7 +159,8 @@ class ModeServer:
         self.mode = mode
         self._options = options
         self._admin_token = secrets.token_hex(16)
-        defaults = [f"scheduler.cache.epoch_seconds={options.epoch_seconds}", f"scheduler.device_pages={DEVICE_PAGES}"]
+        sharing = f"scheduler.cache.sharing_seconds={options.sharing_seconds}"
+        defaults = [sharing, f"scheduler.device_pages={DEVICE_PAGES}"]
         forced = [f"scheduler.cache.mode={mode}", f"scheduler.admin_token={self._admin_token}"]
         self.deployment = LaunchedDeployment(config, [*overrides, *forced], defaults)
         self._prompts = PromptMaker(options.seed)
@@ -231,12 +232,12 @@ async def play_rounds(
             for server, kept in zip(servers, played, strict=True):
                 if server.mode == "isolated_pinned":
                     await asyncio.to_thread(server.pin, system_prompts(phases[0].sessions))
-                    await asyncio.sleep(1.5 * options.epoch_seconds)
+                    await asyncio.sleep(1.5 * options.sharing_seconds)
                 for phase in phases:
                     report(f"round {number + 1} of {options.rounds}: {server.mode}, {phase.name}")
                     kept.phases.setdefault(phase.name, []).append(await server.play(phase))
-                    # Prompts with sufficient evidence become shared at the end of an epoch.
-                    await asyncio.sleep(1.5 * options.epoch_seconds)
+                    # Prompts with sufficient evidence become shared at the next boundary.
+                    await asyncio.sleep(1.5 * options.sharing_seconds)
     return played
 
 

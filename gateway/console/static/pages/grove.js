@@ -262,7 +262,7 @@ function Prefixes({ tree, select, selected }) {
   shared.sort((one, other) => saved(other.data) - saved(one.data) || other.data.edge - one.data.edge);
   return html`<section class="card" aria-labelledby="prefixes"><h2 id="prefixes">Shared prefixes</h2>
     ${shared.length === 0
-      ? html`<p class="muted">Nothing is shared yet. Text becomes shared once enough users of a tenant have computed it themselves, at the next epoch.</p>`
+      ? html`<p class="muted">Nothing is shared yet. Text becomes shared once enough users of a tenant have computed it themselves, within a second or so.</p>`
       : html`<div class="scroll" tabindex="0" role="region" aria-label="Table of shared prefixes"><table><thead><tr><th scope="col">Prefix</th><th scope="col">For</th><th scope="col">Evidence</th><th scope="col" class="number">Tokens</th><th scope="col" class="number">Saved</th></tr></thead>
         <tbody>${shared.slice(0, SHOWN_PREFIXES).map((node) => html`<tr key=${node.key} aria-selected=${null} class=${node === selected ? "selected" : ""}>
           <th scope="row"><button type="button" class="link" aria-pressed=${node === selected} onClick=${() => select(node)}>${node.data.id}</button></th>

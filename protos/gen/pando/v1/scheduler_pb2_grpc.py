@@ -234,7 +234,7 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential.
+        """Declares a prompt public from the next boundary on, independently of evidence. Requires the admin credential.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

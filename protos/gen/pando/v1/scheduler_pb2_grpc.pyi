@@ -71,7 +71,7 @@ class SchedulerStub:
     Forget: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetRequest, _scheduler_pb2.ForgetResponse]
     """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential."""
     Pin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]
-    """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential."""
+    """Declares a prompt public from the next boundary on, independently of evidence. Requires the admin credential."""
     GetTimelines: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetTimelinesRequest, _scheduler_pb2.GetTimelinesResponse]
     """Returns when recent requests waited, started, were prefilled and ended, and what the cache held for them. If the
     scheduler has an admin token, the call must show it.
@@ -130,7 +130,7 @@ class SchedulerAsyncStub(SchedulerStub):
     Forget: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetRequest, _scheduler_pb2.ForgetResponse]  # type: ignore[assignment]
     """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential."""
     Pin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]  # type: ignore[assignment]
-    """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential."""
+    """Declares a prompt public from the next boundary on, independently of evidence. Requires the admin credential."""
     GetTimelines: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetTimelinesRequest, _scheduler_pb2.GetTimelinesResponse]  # type: ignore[assignment]
     """Returns when recent requests waited, started, were prefilled and ended, and what the cache held for them. If the
     scheduler has an admin token, the call must show it.
@@ -270,7 +270,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.PinResponse, _abc.Awaitable[_scheduler_pb2.PinResponse]]:
-        """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential."""
+        """Declares a prompt public from the next boundary on, independently of evidence. Requires the admin credential."""
 
     @_abc_1.abstractmethod
     def GetTimelines(

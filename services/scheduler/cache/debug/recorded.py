@@ -198,12 +198,21 @@ class RecordedCache:
             return
         with self._recorder.operation("advance", {"epoch": epoch}) as outcome:
             self._cache.advance(epoch)
-            outcome.update(
-                soft_free=self.soft_free_pages,
-                evictable=self.evictable_pages,
-                protected=self.protected_pages,
-                references=self.held_references,
-            )
+            outcome.update(self._totals())
+
+    def share(self) -> None:
+        """Record a boundary within an epoch with the totals after it."""
+        with self._recorder.operation("share", {}) as outcome:
+            self._cache.share()
+            outcome.update(self._totals())
+
+    def _totals(self) -> dict[str, int]:
+        return {
+            "soft_free": self.soft_free_pages,
+            "evictable": self.evictable_pages,
+            "protected": self.protected_pages,
+            "references": self.held_references,
+        }
 
     def adopt(self, limits: Limits) -> None:
         """Record the new limits."""

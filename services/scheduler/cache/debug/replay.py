@@ -180,6 +180,7 @@ class _Run:
             "flush": lambda given: self._cache.flush(),
             "forget": lambda given: self._cache.forget(Subject(*given["subject"]), given["session"]),
             "advance": lambda given: self._cache.advance(given["epoch"]),
+            "share": lambda _given: self._cache.share(),
             "adopt": lambda given: self._cache.adopt(Limits.model_validate(given["limits"])),
             "pin": lambda given: self._cache.pin(_int32(given["token_ids"])),
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),

@@ -34,7 +34,7 @@ class SharingChoices:
 
 
 class Pins:
-    """Owns the pinned prompts. A pin takes effect at the next epoch boundary, and lasts whether cached or not."""
+    """Owns the pinned prompts. A pin takes effect at the next boundary of sharing, and lasts whether cached or not."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

@@ -1,7 +1,7 @@
 """Evidence, demotions and quarantines that several scheduler groups have in common.
 
 The cache reports what it has seen (`FleetReport`) and receives what the fleet knows (`FleetNews`); the scheduler's
-fleet desk carries both. News takes effect at the next epoch boundary, like every change of what is shared.
+fleet desk carries both. News takes effect at the next boundary, like every promotion.
 
 A prefix is named by its chained page hash. Evidence is counted only at some depths, "rungs": each of the first eight
 pages, then eight for each doubling. So a prompt of a thousand pages has 64 rungs, and at most an eighth of a shared
@@ -439,7 +439,7 @@ class ProbeJudge(Protocol):
 
 
 class FleetFollower:
-    """Applies news at epoch boundaries."""
+    """Applies news at boundaries."""
 
     def __init__(self, store: NodeStore, ledger: FleetLedger, demoter: Demoter, detector: ProbeJudge) -> None:
         self._store = store

@@ -21,7 +21,7 @@ _Cursor = tuple["Node", int]
 
 
 def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]) -> list[Node]:
-    """Join chains, and merge equal private pages of different owners; at an epoch boundary only.
+    """Join chains, and merge equal private pages of different owners; at a boundary only.
 
     Args:
         store: The nodes.

@@ -40,7 +40,7 @@ class _History:
 
 
 class Promoter:
-    """Promotes nodes at epoch boundaries where the tree has grown: to TENANT, and from there to PUBLIC."""
+    """Promotes nodes at boundaries where the tree has grown: to TENANT, and from there to PUBLIC."""
 
     def __init__(self, store: NodeStore, locks: LockTable, demoted: DemotedChains, fleet: FleetLedger) -> None:
         """Change nodes of `store` and repoint `locks` that end in them.

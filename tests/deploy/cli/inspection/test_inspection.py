@@ -299,7 +299,7 @@ def test_a_system_prompt_is_pinned_with_its_template_and_nothing_after_it(
     texts = ["".join(map(chr, request.token_ids)) for request in asked]
     assert texts == ["<system>Be kind.</><user>"] * 2 + ["Be kind.", "Be"]
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "24 of 25 tokens are public from the next epoch on"
+    assert shown[0] == "24 of 25 tokens are public from the next boundary on"
     assert shown[2:] == ["unpinned; cached entries stay public", "there is no such pin"]
 
 

@@ -33,7 +33,8 @@ WEIGHTS = {
     "unpin": 1,
     "choose": 1,
     "cross": 4,
-    "next_epoch": 8,
+    "next_epoch": 6,
+    "reach_boundary": 6,
 }
 # They choose among running rows.
 NEED_ROWS = {"fork", "prefill", "decode", "finish", "preempt", "abort"}
@@ -112,6 +113,7 @@ def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
         "choose": ("tenant", "sharing"),
         "cross": ("ids", "probers", "times"),
         "next_epoch": ("epochs",),
+        "reach_boundary": (),
     }.get(rule, ("pick",))
     return {name: makers[name]() for name in names}
 

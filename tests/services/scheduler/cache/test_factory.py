@@ -25,8 +25,8 @@ def test_every_name_of_the_settings_makes_a_cache() -> None:
 
 def test_defaults_of_the_settings_are_those_of_the_cache() -> None:
     assert resolve_cache(CacheSettings()) == CacheConfig()
-    # These two settings are no rules of the cache.
-    rules = set(CacheSettings.model_fields) - {"epoch_seconds", "decision_log"}
+    # These settings are no rules of the cache.
+    rules = set(CacheSettings.model_fields) - {"epoch_seconds", "sharing_seconds", "decision_log"}
     assert rules <= {field.name for field in fields(CacheConfig)}
 
 

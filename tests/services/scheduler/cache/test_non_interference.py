@@ -281,7 +281,7 @@ class TestNoInventions:
     def test_a_rival_tenant_changes_no_view_of_another(
         self, rivals: list[Deed], ours: list[Deed], at: list[int], rival: Sharing, victim: Sharing
     ) -> None:
-        ours = mixed(ours, [Pass()] * 4, at)
+        ours = mixed(ours, [Pass(), Pass(0)] * 2, at)
         both = interleaved(ours, rivals, at)
         self.assert_equal_for(ACME, *self.worlds(both, ours, {"rival": rival, "acme": victim}))
 
@@ -297,7 +297,7 @@ class TestNoInventions:
     def test_a_rival_tenant_learns_nothing_of_another_s_private_or_shared_text(
         self, rivals: list[Deed], one: list[Deed], other: list[Deed], at: list[int], rival: Sharing, victim: Sharing
     ) -> None:
-        rivals = mixed(rivals, [Pass()] * 4, at)
+        rivals = mixed(rivals, [Pass(), Pass(0)] * 2, at)
         left, right = (interleaved(rivals, ours, at) for ours in (one, other))
         self.assert_equal_for(INVENTED, *self.worlds(left, right, {"rival": rival, "acme": victim}))
 
@@ -306,10 +306,10 @@ class TestNoInventions:
     def test_subjects_of_a_tenant_that_shares_nothing_neither_learn_nor_change_anything(
         self, rivals: list[Deed], one: list[Deed], other: list[Deed], at: list[int]
     ) -> None:
-        rivals = mixed(rivals, [Pass()] * 4, at)
+        rivals = mixed(rivals, [Pass(), Pass(0)] * 2, at)
         left, right = (interleaved(rivals, ours, at) for ours in (one, other))
         self.assert_equal_for(QUIET[2:], *self.worlds(left, right, {}))
-        alone = mixed(one, [Pass()] * 4, at)
+        alone = mixed(one, [Pass(), Pass(0)] * 2, at)
         self.assert_equal_for(QUIET[:2], *self.worlds(interleaved(alone, rivals_without_time(rivals), at), alone, {}))
 
     def test_global_sharing_of_two_tenants_is_observable(self) -> None:

@@ -47,7 +47,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Time goes by."""
+    """Time goes by; without epochs, only until the next boundary of sharing."""
 
     epochs: int = 1
 
@@ -71,7 +71,7 @@ class World(Driver):
     def do(self, deeds: Iterable[Deed]) -> World:
         for deed in deeds:
             if isinstance(deed, Pass):
-                self.next_epoch(deed.epochs)
+                self.next_epoch(deed.epochs) if deed.epochs else self.cache.share()
             else:
                 self.ask(deed)
         return self

@@ -246,6 +246,12 @@ class UserAwareMachine(RuleBasedStateMachine):
         self.oracle.advance(self.oracle.epoch + epochs, soft, self.sharing)
         self.cache.advance(self.cache.epoch + epochs)
 
+    @rule()
+    def reach_boundary(self) -> None:
+        """Share what has enough evidence, within an epoch."""
+        self.oracle.reach_boundary()
+        self.cache.share()
+
     # --- a row's steps ---
 
     def grow(self, row: Row) -> bool:

@@ -272,6 +272,9 @@ class ViewOracle:
         if self.config.share_across_tenants:
             self.withdraw(soft)
         self.close_windows(before, soft)
+        self.reach_boundary()
+
+    def reach_boundary(self) -> None:
         self.publish_pins()
         while self.promote_one():
             pass

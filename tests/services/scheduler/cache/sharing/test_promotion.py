@@ -6,6 +6,7 @@ import pytest
 
 from common.types import Subject, View
 from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.types import Visibility
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
 SYSTEM = [1, 2, 3, 4, 5, 6]
@@ -202,3 +203,18 @@ def test_epochs_only_advance() -> None:
     assert driver.cache.epoch == 5
     with pytest.raises(AssertionError, match="only advance"):
         driver.cache.advance(4)
+
+
+def test_enough_evidence_is_shared_within_an_epoch_without_closing_its_windows() -> None:
+    driver = user_aware()
+    driver.serve(ANN, SYSTEM)
+    driver.serve(BOB, SYSTEM)
+    driver.cache.share()
+    assert driver.tenants == []
+    driver.serve(CID, SYSTEM)
+    assert driver.peek(DAN, [*SYSTEM, 1]) == 0
+    driver.cache.share()
+    assert driver.serve(DAN, [*SYSTEM, 1]) == len(SYSTEM)
+    driver.cache.share()
+    assert driver.cache.epoch == 0
+    assert [node.hits for node in driver.cache.dump() if node.visibility is Visibility.TENANT] == [1]
