@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm, relu, scaled_dot_product_attention, silu
 
 from services.worker.engine.encoder.config import EncoderActivation
+from services.worker.engine.uploads import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,16 +117,16 @@ def _group(starts: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.
     is_real = offsets[None, :] < lengths[:, None]
     tokens = starts[:, None] + np.minimum(offsets[None, :], lengths[:, None] - 1)
     is_filled_up = not is_real.all()
-    sees = torch.from_numpy(is_real[:, None, None]).to(device) if is_filled_up else None
+    sees = to_device(is_real[:, None, None], device) if is_filled_up else None
     if window is not None and longest > window + 1:
         places = torch.arange(longest, device=device)
         is_near = (places[:, None] - places[None, :]).abs() <= window
         # Every query sees itself, so that what fills up has no empty row.
         sees = is_near[None, None] if sees is None else is_near & (sees | (places[:, None] == places[None, :]))
     return _Group(
-        tokens=torch.from_numpy(tokens).to(device),
+        tokens=to_device(tokens, device),
         sees=sees,
         is_filled_up=is_filled_up,
-        places=torch.from_numpy(np.flatnonzero(is_real)).to(device),
-        numbers=torch.from_numpy(tokens[is_real]).to(device),
+        places=to_device(np.flatnonzero(is_real), device),
+        numbers=to_device(tokens[is_real], device),
     )

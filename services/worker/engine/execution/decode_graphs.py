@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from services.worker.engine.execution.cuda_graphs import has_memory
-from services.worker.engine.execution.device_batch import to_device
 from services.worker.engine.execution.device_sampler import SamplingMode
 from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
 from services.worker.engine.model.batch import ForwardBatch, StateSlots
 from services.worker.engine.plans.rows import NO_ADAPTER
+from services.worker.engine.uploads import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

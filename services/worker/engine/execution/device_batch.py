@@ -7,12 +7,13 @@ host may lag by a pass. The last line is for padding rows, which fill a batch up
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from services.worker.engine.kernels.gpu import device_batch as row_state
+from services.worker.engine.uploads import to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,9 +117,3 @@ class DeviceBatch:
         start = row * self.cells.shape[1] + column
         self._places.append(np.arange(start, start + values.size, dtype=np.int32))
         self._values.append(values.copy())
-
-
-def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `values` on the device without waiting for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

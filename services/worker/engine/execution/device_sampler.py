@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from common.types import RowSlot, TokenLogprob
-from services.worker.engine.execution.device_batch import to_device
 from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu.logits_processors import IN_PROMPT, LogitsProcessorTables, count, process_logits
 from services.worker.engine.kernels.gpu.logprobs import MOST_NAMED, MOST_TOP, LogprobBuffers, report
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
 from services.worker.engine.sampling.table import Needs
+from services.worker.engine.uploads import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

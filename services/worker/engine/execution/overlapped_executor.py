@@ -12,7 +12,7 @@ import torch
 
 from services.worker.engine.execution.cuda_graphs import CudaGraphs
 from services.worker.engine.execution.decode_graphs import DecodeGraph, OverlappedModel, decode_capture_sizes
-from services.worker.engine.execution.device_batch import DeviceBatch, to_device
+from services.worker.engine.execution.device_batch import DeviceBatch
 from services.worker.engine.execution.device_sampler import DeviceSampler, LaunchedLogprobs
 from services.worker.engine.execution.interface import OutOfMemoryError
 from services.worker.engine.execution.out_of_memory import compute_in_parts, is_out_of_memory
@@ -33,6 +33,7 @@ from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_sc
 from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
+from services.worker.engine.uploads import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,6 +10,7 @@ from torch.nn.functional import layer_norm
 
 from common.types import PackedPixels
 from services.worker.engine.encoder.weights import Norm
+from services.worker.engine.uploads import to_device, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,9 +48,9 @@ class EncoderImage:
         """
         chosen = slice(first, None if count is None else first + count)
         if not isinstance(self.given, PackedPixels):
-            return torch.from_numpy(self.given[chosen].copy()).to(device, dtype)
-        values = torch.from_numpy(self.given.values[chosen].copy()).to(device)
-        table = torch.from_numpy(self.given.table.copy()).to(device, dtype)
+            return upload(torch.from_numpy(self.given[chosen].copy()).to(dtype), device)
+        values = to_device(self.given.values[chosen].copy(), device)
+        table = to_device(self.given.table.copy(), device).to(dtype)
         places = values.int() + table.shape[1] * torch.arange(len(table), dtype=torch.int32, device=device)[:, None]
         numbers = table.flatten().index_select(0, places.flatten()).view(*values.shape[:2], 1, -1)
         shape = self.shape if count is None else (len(values), *self.shape[1:])

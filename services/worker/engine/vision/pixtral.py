@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.encoder.model import ACTIVATIONS, TextAttention
+from services.worker.engine.uploads import to_device
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
 from services.worker.engine.vision.encoder import VisionReader, batches
 from services.worker.engine.vision.family import VisionFamily
@@ -130,7 +131,7 @@ class PixtralEncoder:
         ]
         hidden = kernels.rms_norm(self._patches(torch.cat(cut)), self._first_norm, _EPSILON)
         places = np.concatenate([np.indices(grid).reshape(2, -1).T for grid in grids])
-        angles = self._rotation.angles(torch.from_numpy(places).to(self._device))
+        angles = self._rotation.angles(to_device(places, self._device))
         cosines, sines = angles.cos(), angles.sin()
         attention = TextAttention(np.array([rows * columns for rows, columns in grids]), config.heads, self._device)
         for layer in self._layers:

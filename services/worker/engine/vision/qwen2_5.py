@@ -11,6 +11,7 @@ from torch.nn.functional import gelu
 
 from services.worker.engine.encoder.model import TextAttention
 from services.worker.engine.model.config import Activation
+from services.worker.engine.uploads import to_device
 from services.worker.engine.vision.axes import read_axes
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
 from services.worker.engine.vision.encoder import VisionReader, batches
@@ -134,7 +135,7 @@ class Qwen25Encoder:
         return list(torch.split(embeddings, counts))
 
     def _sent(self, values: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import gelu
 
 from services.worker.engine.encoder.model import ACTIVATIONS, TextAttention
+from services.worker.engine.uploads import to_device, upload
 from services.worker.engine.vision.axes import read_axes
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
 from services.worker.engine.vision.encoder import VisionLayer, VisionReader, batches, normed
@@ -113,12 +114,12 @@ class Qwen3Encoder:
     def _encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
         config = self.config
         places = [PatchPlaces.of(image.grid, config.merge) for image in images]
-        coordinates = torch.from_numpy(np.concatenate([each.coordinates for each in places])).to(self._device)
+        coordinates = to_device(np.concatenate([each.coordinates for each in places]), self._device)
         hidden = self._patches(joined_pixels(images, self._dtype, self._device))
         sizes = torch.tensor([image.grid[1:3] for image in images]).repeat_interleave(
             torch.tensor([len(each.coordinates) for each in places]), dim=0
         )
-        hidden += self._stretched(coordinates, sizes.to(self._device)).to(hidden.dtype)
+        hidden += self._stretched(coordinates, upload(sizes, self._device)).to(hidden.dtype)
         angles = self._rotation.angles(coordinates)
         cosines, sines = angles.cos(), angles.sin()
         attention = TextAttention(np.concatenate([each.frames for each in places]), config.heads, self._device)

@@ -11,6 +11,7 @@ import torch
 from common.images import runs_of
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import PlacedImages
+from services.worker.engine.uploads import to_device, upload
 from services.worker.engine.vision.axes import coordinates_of
 from services.worker.engine.vision.encoder import EncoderImage
 
@@ -133,7 +134,7 @@ class RowImages:
     def keep(self, output: EncoderOutputId, content: bytearray) -> None:
         """Keep embeddings that another process has encoded; see `ImageStore.keep`."""
         embeddings = torch.frombuffer(content, dtype=self._model.activation_dtype).view(-1, self._config.components)
-        self._outputs[output] = embeddings.to(self._model.device)
+        self._outputs[output] = upload(embeddings, self._model.device)
 
     def into(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
         """Return `batch`, that of a pass, with the embeddings that belong there; images that it begins are encoded."""
@@ -199,7 +200,7 @@ class RowImages:
         return coordinates
 
     def _sent(self, values: IntArray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._model.device, non_blocking=True)
+        return to_device(values, self._model.device)
 
     def reset(self) -> None:
         """Drop everything: all rows are free, and no output is known any more."""
