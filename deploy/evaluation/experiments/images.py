@@ -1,12 +1,15 @@
 """Images: how many a second, first tokens after them, a chat about one, and text streams beside a load of them.
 
+Text streams are watched alone, beside prompts of text and beside images, which come at the same times and have as many
+prompt tokens: gaps beside images that are longer than those beside texts are due to encoding.
+
 Run as `python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-7b`, with
 `--set model.load_format=dummy` where there are no weights; a directory that has no tokenizer gets a made-up one. On a
 CPU, `deploy/evaluation/shapes/qwen2.5-vl-tiny` with `--size 224x224`.
 
 Pictures are random, sent as PNG in data URLs, and new in each request unless it is about the same one again. Parts take
-turns: each round has one of each. Figures are printed, and written, after each part; no part begins that would end
-after `--time-limit`.
+turns: each round has one of each, or of `--parts`. Figures are printed, and written, after each part; no part begins
+that would end after `--time-limit`.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ Message = dict[str, Any]
 SEVERAL = 4
 # They begin alike, as instructions of an application do: pages of KV are found whole.
 QUESTION, OTHER_QUESTION = (f"Look closely at what is to be seen: {end}?" for end in ("what is it", "which colours"))
+# Ids of random prompts: bytes, or letters, of every tokenizer with bytes.
+TEXT_IDS = range(32, 256)
 TURNS = 10
 ANSWER_TOKENS = 16
 STREAM_PROMPT_BYTES = 128
@@ -53,6 +58,9 @@ GRAIN = 8
 POLL_S = 0.01
 # For stopping the deployment.
 RESERVE_S = 8.0
+PARTS = (
+    "images per second", "first tokens", "chat", "streams alone", "streams beside texts", "streams beside images",
+)  # fmt: skip
 
 
 class RequestError(Exception):
@@ -68,10 +76,12 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16, help="of these requests (%(default)s)")
     parser.add_argument("--samples", type=int, default=5, help="single requests of each kind in a round (%(default)s)")
     parser.add_argument("--streams", type=int, default=32, help="of text, with and without images (%(default)s)")
-    parser.add_argument("--rate", type=float, default=4.0, help="images per second beside them (%(default)s)")
+    parser.add_argument("--rate", type=float, default=4.0, help="images or texts a second beside them (%(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="for which they are watched (%(default)s)")
     parser.add_argument("--encoders", type=int, default=0, help="workers that only encode images (%(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--label", help="name of the variant in the results file, such as that of other settings")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
     parser.add_argument("--json", type=Path)
     add_setting_arguments(parser)
@@ -105,32 +115,34 @@ async def measure(arguments: argparse.Namespace, url: str, deadline: Deadline) -
     Raises:
         RequestError: a request failed, or did not end in time; alone or in an exception group.
     """
-    client = ImageChatClient(HttpClient(url), arguments.model.name, deadline)
-    label = f"encoders: {arguments.encoders}" if arguments.encoders else None
+    client = ImageClient(HttpClient(url), arguments.model.name, deadline)
+    encoders = f"encoders: {arguments.encoders}" if arguments.encoders else None
+    label = ", ".join(filter(None, (encoders, arguments.label))) or None
     results = PartialResults("images", arguments.model.name, arguments.json, label=label)
     measurement = ImageMeasurement(arguments, client, results)
     began_at = time.monotonic()
     await measurement.warm_up()
     report(f"warm-up: {time.monotonic() - began_at:.1f} s")
-    parts = {
-        "images per second": measurement.throughput,
-        "first tokens": measurement.first_tokens,
-        "chat": measurement.chat,
-        "streams alone": measurement.streams_alone,
-        "streams beside images": measurement.streams_beside_images,
-    }
-    for name in within_time(list(parts) * arguments.repeats, deadline, RESERVE_S):
+    measure_part = (
+        measurement.throughput, measurement.first_tokens, measurement.chat, measurement.streams_alone,
+        measurement.streams_beside_texts, measurement.streams_beside_images,
+    )  # fmt: skip
+    parts = dict(zip(PARTS, measure_part, strict=True))
+    chosen = [name for name in PARTS if name in arguments.parts]
+    for name in within_time(chosen * arguments.repeats, deadline, RESERVE_S):
         await parts[name]()
 
 
 class ImageMeasurement:
     """The parts of a round. Each user is new, unless a part is about what it finds of its own requests."""
 
-    def __init__(self, arguments: argparse.Namespace, client: ImageChatClient, results: PartialResults) -> None:
+    def __init__(self, arguments: argparse.Namespace, client: ImageClient, results: PartialResults) -> None:
         self._arguments = arguments
         self._client = client
         self._results = results
         self._users = (f"user {number}" for number in count())
+        # The p99 of gaps beside texts, if they have been watched since the last gaps beside images.
+        self._beside_texts_ms: float | None = None
 
     async def warm_up(self) -> None:
         """Send requests of all kinds, so that what is compiled or captured at their first use is ready."""
@@ -175,23 +187,55 @@ class ImageMeasurement:
         self._results.add(f"cached, {title}", "tokens", [answer.cached_tokens for answer in answers[1:]])
 
     async def streams_alone(self) -> None:
-        """Watch text streams without images."""
+        """Watch text streams without other requests."""
         gaps, _ = await self._watch_streams((), self._arguments.seconds)
         self._add_gaps("alone", gaps)
 
+    async def streams_beside_texts(self) -> None:
+        """Watch text streams beside prompts of text that have as many tokens as one image with its question.
+
+        They come when images do otherwise, have one output token each, and are random, so that nothing of them is
+        cached.
+        """
+        like = await self._client.ask(next(self._users), [about(self._pictures(1))], 1)
+        requests = [
+            self._client.completion(next(self._users), random_ids(like.prompt_tokens), 1) for _ in range(self._arrivals)
+        ]
+        gaps, answers = await self._watch_streams(requests, self._arguments.seconds)
+        self._beside_texts_ms = self._add_gaps(f"beside {self._arguments.rate:g} texts/s", gaps)
+        self._add_answers("text", answers)
+
     async def streams_beside_images(self) -> None:
         """Watch text streams beside requests of one image and one output token each, at the rate that was asked."""
-        rate = self._arguments.rate
-        pictures = self._pictures(max(int(rate * self._arguments.seconds), 1))
-        gaps, answers = await self._watch_streams(pictures, self._arguments.seconds)
-        self._add_gaps(f"beside {rate:g} images/s", gaps)
-        times = [answer.first_token_ms for answer in answers]
-        self._results.add(f"TTFT, 1 image, new, beside {self._arguments.streams} streams", "ms", times)
+        requests = [
+            self._client.chat(next(self._users), [about([picture])], 1) for picture in self._pictures(self._arrivals)
+        ]
+        gaps, answers = await self._watch_streams(requests, self._arguments.seconds)
+        beside_images_ms = self._add_gaps(f"beside {self._arguments.rate:g} images/s", gaps)
+        self._add_answers("1 image", answers)
+        if self._beside_texts_ms is not None:
+            metric = f"ITL p99, {self._arguments.streams} streams, beside images / beside texts"
+            self._results.add(metric, "x", [beside_images_ms / self._beside_texts_ms])
+        self._beside_texts_ms = None
 
-    def _add_gaps(self, title: str, gaps: Sequence[float]) -> None:
+    @property
+    def _arrivals(self) -> int:
+        """Requests that come while streams are watched."""
+        return max(int(self._arguments.rate * self._arguments.seconds), 1)
+
+    def _add_gaps(self, title: str, gaps: Sequence[float]) -> float:
+        """Add percentiles of gaps, given in seconds; return the last one in ms."""
         for percent in (50, 99):
             metric = f"ITL p{percent}, {self._arguments.streams} streams {title}"
-            self._results.add(metric, "ms", [float(np.percentile(gaps, percent)) * 1e3])
+            value = float(np.percentile(gaps, percent)) * 1e3
+            self._results.add(metric, "ms", [value])
+        return value
+
+    def _add_answers(self, title: str, answers: Sequence[TimedAnswer]) -> None:
+        beside = f"{title}, new, beside {self._arguments.streams} streams"
+        self._results.add(f"TTFT, {beside}", "ms", [answer.first_token_ms for answer in answers])
+        self._results.add(f"prompt, {beside}", "tokens", [answer.prompt_tokens for answer in answers])
+        self._results.add(f"cached, {beside}", "tokens", [answer.cached_tokens for answer in answers])
 
     async def _ask_all(self, pictures: Sequence[str]) -> None:
         """Ask about each of the pictures, some at once."""
@@ -205,10 +249,12 @@ class ImageMeasurement:
             for _ in range(self._arguments.concurrency):
                 group.create_task(ask_next())
 
-    async def _watch_streams(self, pictures: Sequence[str], seconds: float) -> tuple[list[float], list[TimedAnswer]]:
-        """Return the seconds between chunks of text streams, and the answers about pictures that are sent meanwhile.
+    async def _watch_streams(
+        self, requests: Sequence[PreparedRequest], seconds: float
+    ) -> tuple[list[float], list[TimedAnswer]]:
+        """Return the seconds between chunks of text streams, and the answers to requests that are sent meanwhile.
 
-        All streams have begun when the first picture is sent; one that ends is followed by another.
+        All streams have begun when the first request is sent; one that ends is followed by another.
         """
         readers: list[AnswerReader] = []
 
@@ -223,9 +269,9 @@ class ImageMeasurement:
             while len(readers) < len(streams) or not all(reader.chunks_s for reader in readers[: len(streams)]):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
             began_at, asked = time.monotonic(), []
-            for number, picture in enumerate(pictures):
+            for number, request in enumerate(requests):
                 await asyncio.sleep(began_at + number / self._arguments.rate - time.monotonic())
-                asked.append(group.create_task(self._client.ask(next(self._users), [about([picture])], 1)))
+                asked.append(group.create_task(self._client.send(request)))
             await asyncio.sleep(began_at + seconds - time.monotonic())
             ended_at = time.monotonic()
             for each in streams:
@@ -253,33 +299,47 @@ class TimedAnswer:
     cached_tokens: int
 
 
-class ImageChatClient:
-    """Sends conversations to `/v1/chat/completions` and reads the streams."""
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that is ready to be sent: encoding a picture's takes time that streams would wait."""
+
+    path: str
+    body: bytes
+
+
+class ImageClient:
+    """Sends conversations and prompts, and reads the streams."""
 
     def __init__(self, http: HttpClient, model: str, deadline: Deadline) -> None:
         self._http = http
         self._model = model
         self._deadline = deadline
 
+    def chat(self, user: str, messages: Sequence[Message], tokens: int) -> PreparedRequest:
+        """Return the request for an answer of so many tokens to a user's conversation."""
+        return self._prepared("/v1/chat/completions", user, tokens, {"messages": messages})
+
+    def completion(self, user: str, ids: Sequence[int], tokens: int) -> PreparedRequest:
+        """Return the request for so many tokens after a user's prompt, given by its token ids."""
+        return self._prepared("/v1/completions", user, tokens, {"prompt": ids})
+
     async def ask(
         self, user: str, messages: Sequence[Message], tokens: int, reader: AnswerReader | None = None
     ) -> TimedAnswer:
-        """Return the answer of so many tokens to a user's conversation; `reader` can be watched meanwhile.
+        """Send a `chat`; see `send`."""
+        return await self.send(self.chat(user, messages, tokens), reader)
+
+    async def send(self, request: PreparedRequest, reader: AnswerReader | None = None) -> TimedAnswer:
+        """Send a request and return its answer; `reader` can be watched meanwhile.
 
         Raises:
             RequestError: it is refused, fails, or does not end before the deadline.
         """
         reader = reader or AnswerReader(time.monotonic)
-        body = orjson.dumps(
-            {
-                "model": self._model, "messages": messages, "max_tokens": tokens, "temperature": 1.0, "user": user,
-                "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-            }
-        )  # fmt: skip
         began_at = time.monotonic()
         try:
             response = await self._http.request(
-                "POST", "/v1/chat/completions", body, sink=reader.feed, timeout_s=self._deadline.left_s
+                "POST", request.path, request.body, sink=reader.feed, timeout_s=self._deadline.left_s
             )
         except TransportError as error:
             raise RequestError(f"{error.kind}: {error}") from error
@@ -290,6 +350,18 @@ class ImageChatClient:
             raise RequestError(reader.error or "an answer without a token")
         first_ms = (times[0] - began_at) * 1e3
         return TimedAnswer("".join(reader.text), first_ms, reader.input_tokens or 0, reader.cached_tokens or 0)
+
+    def _prepared(self, path: str, user: str, tokens: int, content: dict[str, Any]) -> PreparedRequest:
+        common = {
+            "model": self._model, "max_tokens": tokens, "temperature": 1.0, "user": user, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        return PreparedRequest(path, orjson.dumps(common | content))
+
+
+def random_ids(count: int) -> list[int]:
+    """Return so many random ids of tokens."""
+    return [int(number) for number in np.random.default_rng().integers(TEXT_IDS.start, TEXT_IDS.stop, count)]
 
 
 def about(pictures: Sequence[str], question: str = QUESTION) -> Message:

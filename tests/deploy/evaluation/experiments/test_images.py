@@ -1,11 +1,13 @@
-"""The pictures, the made-up tokenizer and the client of the experiment, without a deployment."""
+"""The pictures, the made-up tokenizer, the client and the watched streams of the experiment, without a deployment."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import io
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +15,15 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from deploy.evaluation.bench.partial_results import Deadline
+from deploy.evaluation.bench.partial_results import Deadline, PartialResults
 from deploy.evaluation.bench.transport import Response
 from deploy.evaluation.experiments.images import (
-    ImageChatClient,
+    TEXT_IDS,
+    ImageClient,
+    ImageMeasurement,
+    PreparedRequest,
     RequestError,
+    TimedAnswer,
     about,
     picture_url,
     served_directory,
@@ -28,6 +34,8 @@ from services.tokenizer.images.registry import read_processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from deploy.evaluation.bench.client import AnswerReader
 
 SHAPES = Path("deploy/evaluation/shapes")
 
@@ -87,7 +95,7 @@ def test_an_answer_has_its_tokens_and_what_was_cached() -> None:
     usage = {"prompt_tokens": 1030, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1008}}
     events = [{"choices": [{"delta": {"content": "abc"}, "finish_reason": "length"}]}, {"choices": [], "usage": usage}]
     server = OneResponse(200, b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events))
-    client = ImageChatClient(server, "m", Deadline.after(60))  # type: ignore[arg-type]  # of its one method
+    client = ImageClient(server, "m", Deadline.after(60))  # type: ignore[arg-type]  # of its one method
     message = about(["data:image/png;base64,AA=="])
     answer = asyncio.run(client.ask("ann", [message], 1))
     assert (answer.text, answer.prompt_tokens, answer.cached_tokens) == ("abc", 1030, 1008)
@@ -103,6 +111,62 @@ def test_an_answer_has_its_tokens_and_what_was_cached() -> None:
     [(400, b'{"error": {"message": "too narrow"}}', "HTTP 400: too narrow"), (200, b"", "without a token")],
 )
 def test_failures_are_named(status: int, body: bytes, words: str) -> None:
-    client = ImageChatClient(OneResponse(status, body), "m", Deadline.after(60))  # type: ignore[arg-type]  # as above
+    client = ImageClient(OneResponse(status, body), "m", Deadline.after(60))  # type: ignore[arg-type]  # as above
     with pytest.raises(RequestError, match=words):
         asyncio.run(client.ask("ann", [about([])], 1))
+
+
+IMAGE_PROMPT = 37
+
+
+class PacedClient(ImageClient):
+    """Streams without end, and answers other requests at once; keeps those that came while streams ran."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "m", Deadline.after(60))  # type: ignore[arg-type]  # nothing is sent
+        self.sent: list[PreparedRequest] = []
+        self.streams = 0
+
+    async def send(self, request: PreparedRequest, reader: AnswerReader | None = None) -> TimedAnswer:
+        if reader is None:
+            if self.streams:
+                self.sent.append(request)
+            return TimedAnswer("abc", 1.0, IMAGE_PROMPT, 0)
+        self.streams += 1
+        try:
+            while True:
+                reader.chunks_s.append(time.monotonic())
+                await asyncio.sleep(0)
+        finally:
+            self.streams -= 1
+
+
+def test_texts_are_as_many_and_as_long_as_images_and_their_gaps_are_compared(tmp_path: Path) -> None:
+    client, file = PacedClient(), tmp_path / "results.json"
+    arguments = argparse.Namespace(size=(28, 28), streams=2, rate=400.0, seconds=0.05)
+    measurement = ImageMeasurement(arguments, client, PartialResults("images", "m", file))
+
+    async def measure() -> None:
+        await measurement.streams_beside_images()
+        client.sent.clear()
+        await measurement.streams_beside_texts()
+        await measurement.streams_beside_images()
+
+    asyncio.run(measure())
+    bodies = [json.loads(request.body) for request in client.sent]
+    texts, images = (
+        [body for request, body in zip(client.sent, bodies, strict=True) if request.path == path]
+        for path in ("/v1/completions", "/v1/chat/completions")
+    )
+    assert len(texts) == len(images) == 20
+    assert {len(body["prompt"]) for body in texts} == {IMAGE_PROMPT}
+    assert {number for body in texts for number in body["prompt"]} <= set(TEXT_IDS)
+    assert len({tuple(body["prompt"]) for body in texts}) == 20
+    assert len({body["user"] for body in bodies}) == 40
+    assert {body["max_tokens"] for body in bodies} == {1}
+    results = {result["metric"]: result for result in json.loads(file.read_text())}
+    ratio = results["ITL p99, 2 streams, beside images / beside texts"]
+    # Images that were watched before texts are compared with none.
+    assert ratio["repeats"] == 1
+    assert results["ITL p99, 2 streams beside 400 images/s"]["repeats"] == 2
+    assert results["prompt, text, new, beside 2 streams"]["value"] == IMAGE_PROMPT
