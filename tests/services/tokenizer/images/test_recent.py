@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from common.requests import ImageFile
 from common.types import PackedPixels, Subject, View
@@ -36,7 +37,7 @@ def test_an_image_is_found_by_its_view_and_key_only() -> None:
     assert recent.get(View(ADA.subject, "salt"), b"a") is None
 
 
-def test_the_view_that_holds_most_loses_what_it_has_not_used_for_longest() -> None:
+def test_the_subject_that_holds_most_loses_what_it_has_not_used_for_longest() -> None:
     recent = RecentImages(4 * LEAST_BYTES)
     recent.put(BOB, b"his", image())
     for key in (b"1", b"2", b"3"):
@@ -47,6 +48,19 @@ def test_the_view_that_holds_most_loses_what_it_has_not_used_for_longest() -> No
     assert [key for key in (b"1", b"2", b"3", b"4", b"5") if recent.get(ADA, key)] == [b"1", b"4", b"5"]
     assert recent.get(BOB, b"his") is not None
     assert recent.nbytes == 4 * LEAST_BYTES
+
+
+@pytest.mark.parametrize("names", ["salts", "users"])
+def test_no_party_takes_the_place_of_others_under_many_names(names: str) -> None:
+    recent = RecentImages(16 * LEAST_BYTES)
+    for key in (b"1", b"2", b"3"):
+        recent.put(ADA, key, image())
+    for number in range(100):
+        view = View(BOB.subject, f"{number}") if names == "salts" else View(Subject("other", f"user/{number}"))
+        recent.put(view, b"a", image())
+        assert recent.get(view, b"a") is not None
+    assert all(recent.get(ADA, key) for key in (b"1", b"2", b"3"))
+    assert recent.nbytes == 16 * LEAST_BYTES
 
 
 def test_small_images_count_and_images_that_are_too_large_are_not_kept() -> None:
