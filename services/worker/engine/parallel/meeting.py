@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # from a compiled module
 
 _RETRY_S = 0.1
+# A rank that does not answer for so long has died since it arrived.
+_ANSWER_TIMEOUT = timedelta(seconds=5)
 # Under this key is the name of the group that has met in a store last.
 _LAST = "last"
 # Message to the ranks of a group that has ended.
 LEFT = b"left"
+# Message to ranks that have arrived and have answered.
+_WELCOME = b"welcome"
 
 
 def mailbox(rank: int) -> str:
@@ -23,6 +27,9 @@ def mailbox(rank: int) -> str:
 
 def meet(rank: int, world_size: int, address: str, timeout: timedelta) -> Store:
     """Return a store of all ranks in which nothing is, once all of them are at `address` (host:port).
+
+    A rank that has arrived may die while others are missing, and another process takes its place. So rank 0 greets them
+    only once all have answered it, and asks again if one does not.
 
     Another rank may come while rank 0 still serves the store of a group that has ended, since ranks that are configured
     again do not wait for each other. What it would read there leads nowhere. So it waits until rank 0 greets it, which
@@ -40,7 +47,7 @@ def meet(rank: int, world_size: int, address: str, timeout: timedelta) -> Store:
             store = TCPStore(
                 host.strip("[]"), int(port), world_size, is_master=rank == 0, timeout=left, wait_for_workers=False
             )
-            name = _greet(store, world_size) if rank == 0 else _arrive(store, rank, world_size)
+            name = _greet(store, world_size, deadline) if rank == 0 else _arrive(store, rank, world_size)
         except dist.DistNetworkError:
             if rank == 0 or time.monotonic() > deadline:
                 raise
@@ -49,13 +56,23 @@ def meet(rank: int, world_size: int, address: str, timeout: timedelta) -> Store:
             return PrefixStore(name, store)
 
 
-def _greet(store: TCPStore, world_size: int) -> str:
-    """Tell each other rank under which name the group's entries are, and return it."""
-    name = uuid.uuid4().hex
-    for rank in range(1, world_size):
-        store.set(f"welcome/{store.get(f'arrived/{rank}').decode()}", name)
-    store.set(_LAST, name)
-    return name
+def _greet(store: TCPStore, world_size: int, deadline: float) -> str:
+    """Tell each other rank under which name the group's entries are, once all answer, and return it."""
+    while True:
+        name = uuid.uuid4().hex
+        arrivals = [store.get(f"arrived/{rank}").decode() for rank in range(1, world_size)]
+        for arrival in arrivals:
+            store.queue_push(_waiting(arrival), name)
+        try:
+            store.wait([_answer(arrival, name) for arrival in arrivals], _ANSWER_TIMEOUT)
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise
+            continue
+        store.set(_LAST, name)
+        for arrival in arrivals:
+            store.queue_push(_waiting(arrival), _WELCOME)
+        return name
 
 
 def _arrive(store: TCPStore, rank: int, world_size: int) -> str:
@@ -66,4 +83,17 @@ def _arrive(store: TCPStore, rank: int, world_size: int) -> str:
             ended.queue_push(mailbox(other), LEFT)
     arrival = uuid.uuid4().hex
     store.set(f"arrived/{rank}", arrival)
-    return store.get(f"welcome/{arrival}").decode()
+    name = ""
+    while (message := store.queue_pop(_waiting(arrival))) != _WELCOME:
+        name = message.decode()
+        store.set(_answer(arrival, name), "here")
+    return name
+
+
+def _waiting(arrival: str) -> str:
+    """Return the queue of messages to a rank that has arrived: names of groups, to be answered, then `_WELCOME`."""
+    return f"waiting/{arrival}"
+
+
+def _answer(arrival: str, name: str) -> str:
+    return f"answer/{arrival}/{name}"
