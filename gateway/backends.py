@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from common.adapters import SEPARATOR
 from common.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError, PandoError, UnavailableError
 from common.heads import Task
+from common.names import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -177,18 +178,18 @@ class Backends:
             must_name: whether a name is needed unless there is a default.
 
         Raises:
-            InvalidRequestError: no name is given, or two adapters are.
+            InvalidRequestError: no name is given, two adapters are, or one that is too long or has control characters.
             ModelNotFoundError: no served model has this name, or the caller may not use the adapter.
             UnavailableError: the model's services have never been reached.
         """
         base, named = await self._split(name)
         if adapter and named and adapter != named:
             raise InvalidRequestError(f"'model' names the adapter '{named}', 'lora_path' another.", param="lora_path")
-        chosen = adapter or named
+        chosen = check_name("lora_path" if adapter else "model", adapter or named or "")
         if chosen and not may_use(chosen):
             raise await self._none_called(name if named else f"{base or self.default or 'model'}{SEPARATOR}{chosen}")
         card = await (self.require_named(base) if must_name else self.require(base))
-        return ChosenModel(card, chosen or "")
+        return ChosenModel(card, chosen)
 
     async def _split(self, name: str | None) -> tuple[str | None, str | None]:
         """Return the names of a model and of its adapter, None if `name` has no adapter."""

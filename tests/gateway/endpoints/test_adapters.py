@@ -75,6 +75,10 @@ async def test_an_adapter_has_several_names(gateway: FakedGateway) -> None:
     assert used(gateway) == ("tiny", "")
     refused = await ask(gateway, "acme", model="tiny:sql", lora_path="team-a")
     assert error_of(refused, 400)["param"] == "lora_path"
+    for field, value in (("lora_path", "\0"), ("model", "tiny:s\0")):
+        error = error_of(await ask(gateway, "acme", **{"model": "tiny", field: value}), 400)
+        assert error["param"] == field
+        assert f"'{field}' must not contain control characters" in error["message"]
 
 
 @pytest.mark.parametrize(
