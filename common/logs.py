@@ -28,9 +28,12 @@ def configure_logging(service: str, settings: LogSettings) -> None:
         if as_console
         else structlog.processors.JSONRenderer()
     )
-    errors: list[structlog.types.Processor] = [] if as_console else [structlog.processors.format_exc_info]
+    prepared: list[structlog.types.Processor] = [
+        _with_printable_fields if as_console else structlog.processors.format_exc_info,
+        _with_service(service),
+    ]
     structlog.configure(
-        processors=[*shared, *errors, _with_service(service), renderer],
+        processors=[*shared, *prepared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(settings.level),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         # `set_level` replaces the wrapper later.
@@ -42,14 +45,20 @@ def configure_logging(service: str, settings: LogSettings) -> None:
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *errors,
-                _with_service(service),
+                *prepared,
                 renderer,
             ],
         )
     )
     logging.basicConfig(handlers=[handler], force=True)
     _set_library_levels(settings.level)
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes in place of characters that would control a terminal; tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\t" else _escape(each) for each in text)
 
 
 def set_level(level: str) -> str:
@@ -77,6 +86,17 @@ def _set_library_levels(level: str) -> None:
 def _kept_configuration() -> dict[str, Any]:
     """Return structlog's configuration without the wrapper: `configure` resets omitted values to their defaults."""
     return {key: value for key, value in structlog.get_config().items() if key != "wrapper_class"}
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _with_printable_fields(
+    logger: structlog.types.WrappedLogger, method: str, event: structlog.types.EventDict
+) -> structlog.types.EventDict:
+    """Escape what clients may have sent to control a terminal."""
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def _with_service(service: str) -> structlog.types.Processor:

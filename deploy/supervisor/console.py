@@ -17,6 +17,7 @@ from rich.text import Text
 
 from common.errors import ConfigurationError
 from common.heads import Task, tasks_of
+from common.logs import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -206,7 +207,7 @@ def main_task(layout: Layout) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One event that a service has logged; a line of unknown format is an event without fields."""
+    """One event that a service has logged, in printable text; a line of unknown format is an event without fields."""
 
     text: str
     level: str = "info"
@@ -226,26 +227,26 @@ class LogEvent:
 
     @property
     def details(self) -> str:
-        """The fields as `name=value`, values quoted if they contain spaces."""
+        """The fields as `name=value`, values quoted if they contain spaces, or characters that cannot be printed."""
         return " ".join(f"{name}={_shown(value)}" for name, value in self.fields.items())
 
 
 def parse_line(line: str) -> LogEvent:
-    """Parse one line of a service's output."""
+    """Parse one line of a service's output, which may contain texts of clients."""
     try:
         content = json.loads(line)
     except ValueError:
-        return LogEvent(line)
+        return LogEvent(printable(line))
     if not isinstance(content, dict) or not isinstance(content.get("event"), str):
-        return LogEvent(line)
+        return LogEvent(printable(line))
     # structlog writes ISO 8601, as in 2026-01-31T12:34:56.789012Z; only the time of day is shown.
     time = str(content.get("timestamp", "")).partition("T")[2][:12]
     return LogEvent(
-        text=content["event"],
+        text=printable(content["event"]),
         level=str(content.get("level", "info")),
         time=time,
         fields={name: value for name, value in content.items() if name not in PLACED_FIELDS},
-        traceback=str(content.get("exception", "")),
+        traceback="\n".join(map(printable, str(content.get("exception", "")).splitlines())),
     )
 
 
@@ -260,4 +261,6 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if not text.isprintable():
+        return json.dumps(value, default=str)
     return json.dumps(text, ensure_ascii=False) if isinstance(value, str) and (" " in text or not text) else text

@@ -51,6 +51,22 @@ def test_markup_in_a_service_s_output_is_shown_unchanged() -> None:
     assert output.getvalue() == "      worker | [bold]not markup[/bold]\n"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("field", ["event", "path", "names", "exception", None])
+def test_texts_of_clients_neither_control_a_terminal_nor_look_like_lines(terminal: bool, field: str | None) -> None:
+    text = "\x1b]0;title\x07\x9b2J\u202e\rworker:model.loaded\n"
+    event = {"event": "request.finished", "level": "info"}
+    shown, output = reporter(terminal=terminal)
+    if field is None:
+        shown.line("gateway", text.rstrip())
+    else:
+        shown.line("gateway", json.dumps({**event, field: [text] if field == "names" else text}))
+    written = output.getvalue()
+    assert "title" in written
+    assert not [each for each in ("\x1b]", "\x07", "\x9b", "\u202e", "\r") if each in written]
+    assert all("gateway" in line for line in written.splitlines())
+
+
 def test_progress_moves_a_bar_on_a_terminal_and_is_a_line_elsewhere() -> None:
     event = json.dumps({"event": "worker.configuring", "percent": 40, "stage": "weights"})
     on_terminal, output = reporter(terminal=True)
