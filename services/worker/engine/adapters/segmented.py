@@ -85,17 +85,15 @@ class SegmentedAdapters:
     def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
         if self._tiles is not None and self._may_change(site.name):
-            ranks = self._most_ranks(site.name, len(site.parts))
-            programs.add_products(self._tiles, self._lines(site.name), len(site.parts), ranks, inputs, sums)
+            shrunk = self._shrunk(site, inputs)
+            programs.add_products(self._tiles, self._lines(site.name), len(site.parts), shrunk, sums)
 
     def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product, from separate halves where any token has an adapter."""
         if self._tiles is None or not self._may_change(site.name):
             return product(inputs)
-        both, ranks = product.halves(inputs), self._most_ranks(site.name, len(site.parts))
-        return programs.gated_products(
-            self._tiles, self._lines(site.name), len(site.parts), ranks, inputs, both, activation
-        )
+        both, shrunk = product.halves(inputs), self._shrunk(site, inputs)
+        return programs.gated_products(self._tiles, self._lines(site.name), len(site.parts), shrunk, both, activation)
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return embeddings [tokens, hidden] of `token_ids` with what adapters add to them."""
@@ -108,6 +106,12 @@ class SegmentedAdapters:
     def experts(self, loop: Experts, _sites: Sequence[tuple[Site, Site]], _activation: Activation) -> Experts:
         """Return `loop`: experts run as one program, which no adapter changes."""
         return loop
+
+    def _shrunk(self, site: Site, inputs: torch.Tensor) -> torch.Tensor:
+        assert self._tiles is not None, "some token has an adapter"
+        parts = len(site.parts)
+        most_ranks = self._most_ranks(site.name, parts)
+        return programs.shrunk_inputs(self._tiles, self._lines(site.name), parts, most_ranks, inputs)
 
     def _lines(self, name: str) -> torch.Tensor:
         return self._whole_table()[self._index[name]]
@@ -131,7 +135,7 @@ class SegmentedAdapters:
             names = [*(site.name for site in self.sites), EMBEDDING]
             self._index = {name: index for index, name in enumerate(names)}
             parts = max((len(site.parts) for site in self.sites), default=1)
-            columns = programs.HEAD.value + parts * programs.OF_PART.value
+            columns = programs.table_columns(parts)
             # Slots are emptied outside of inference, too.
             with torch.inference_mode(mode=False):
                 self._table = torch.zeros(len(names), 1 + self.slots, columns, dtype=torch.int64, device=self._device)

@@ -180,15 +180,17 @@ def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=400))
 def test_tiles_have_every_token_once(of_tokens: list[int]) -> None:
     made = TokenTiles.of(torch.tensor(of_tokens, dtype=torch.int32), 7)
-    seen, used, lines = [], [], []
-    for line, first, stop in made.tiles.tolist():
+    seen, used, lines, counts = [], [], [], set()
+    for line, first, stop, count in made.tiles.tolist():
         used.append(stop > first)
+        counts.add(count)
         lines += [line] * (stop > first)
         assert stop - first <= made.rows
         members = made.order[first:stop].tolist()
         assert all(of_tokens[token] == line - 1 for token in members)
         seen += members
     assert used == sorted(used, reverse=True)
+    assert counts == {sum(used)}
     assert lines == sorted(lines)
     assert sorted(seen) == list(range(len(of_tokens)))
 

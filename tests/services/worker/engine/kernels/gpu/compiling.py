@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from services.worker.engine.kernels.gpu import (
     adapter_products,
+    adapter_programs,
     decode_attention,
     elementwise,
     experts,
@@ -223,27 +224,34 @@ def latent_sizes() -> list[int]:
 def adapter_sizes() -> list[int]:
     """Compile products of adapters in the shape of an 8B model: of few tokens, and of many."""
     few, many = (
-        (adapter_products._FEW, adapter_products._FEW_GATED),
-        (adapter_products._MANY, adapter_products._MANY_GATED),
+        (
+            (adapter_products._FEW, adapter_products._FEW_GATED),
+            (adapter_products._FEW_OF_ONE, adapter_products._FEW_OF_SEVERAL),
+        ),
+        (
+            (adapter_products._MANY, adapter_products._MANY_GATED),
+            (adapter_products._MANY_OF_ONE, adapter_products._MANY_OF_SEVERAL),
+        ),
     )
     sizes = []
-    for rows, shares, (plain, gated) in ((16, 2, few), (16, 8, few), (64, 1, many)):
+    for rows, shares, ((plain, gated), shrinking) in ((16, 2, few), (16, 8, few), (64, 1, many)):
         tiles: Constants = {"COLUMNS": 17, "ROWS": rows}
         how: Constants = {"OVERLAPS": rows == 16, "NARROW": rows == 16}
-        for ranks, depth in ((32, 256 if rows == 16 else 128), (64, 128)):
+        for form, is_even in itertools.product(shrinking, (False, True)):
             shrink = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
-            sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, **how, DEPTH=depth, RANKS=ranks))
-        sizes.append(build(adapter_products._look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles, RANKS=16))
+            cut: Constants = {"DEPTH": form.depth, "RANKS": form.ranks, "EVEN": is_even}
+            sizes.append(build(adapter_programs.shrink, shrink, form.warps, **tiles, **how, **cut))
+        sizes.append(build(adapter_programs.look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles, RANKS=16))
         shrunk: Constants = {**tiles, **how, "RANKS": 16, "SHARES": shares}
         for parts in (1, 2, 3):
-            cut: Constants = {"BLOCK": plain.block, "SHARE": plain.share, "STAGES": plain.stages, "PARTS": parts}
+            cut = {"BLOCK": plain.block, "STAGES": plain.stages, "AHEAD": plain.ahead, "PARTS": parts}
             expand = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
-            sizes.append(build(adapter_products._expand, expand, plain.warps, **shrunk, **cut))
+            sizes.append(build(adapter_programs.expand, expand, plain.warps, **shrunk, **cut))
         for activation in (0, 1):
-            cut = {"BLOCK": gated.block, "SHARE": gated.share, "STAGES": gated.stages, "PARTS": 2}
+            cut = {"BLOCK": gated.block, "STAGES": gated.stages, "AHEAD": gated.ahead, "PARTS": 2}
             gate = "*bf16 *bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32"
             sizes.append(
-                build(adapter_products._expand_and_gate, gate, gated.warps, **shrunk, **cut, ACTIVATION=activation)
+                build(adapter_programs.expand_and_gate, gate, gated.warps, **shrunk, **cut, ACTIVATION=activation)
             )
     return sizes
 

@@ -1,0 +1,371 @@
+"""Programs of the products of tokens with adapters' factors; `adapter_products` launches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from services.worker.engine.kernels.gpu.dependent_launch import follow
+from services.worker.engine.kernels.gpu.elementwise import gated
+
+# Columns of a table's line: the address of `a` and its ranks, then five of each part: the address of `b`, the first
+# output and the number of outputs of its lines, the first of the rows of `a` and their number. All are 0 where nothing
+# is changed, and in line 0, that of tokens without an adapter.
+HEAD = tl.constexpr(2)
+OF_PART = tl.constexpr(5)
+
+
+@triton.jit(do_not_specialize=["count", "most_ranks", "steps"])
+def shrink(
+    inputs, order, tiles, table, partial, count, most_ranks, steps, width, stride_token_in,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    NARROW: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write the products of a share of the inputs of a tile's tokens with `a`, to partial[share, place, rank].
+
+    A share is `steps` times DEPTH inputs. EVEN: DEPTH divides `width`. NARROW: places in inputs and in `partial` fit
+    into 32 bits.
+    """
+    tile = tiles + tl.program_id(0) * 4
+    share = tl.program_id(1)
+    first = tl.load(tile + 1)
+    stop = tl.load(tile + 2)
+    line = table + tl.load(tile).to(tl.int64) * COLUMNS
+    a = tl.load(line).to(tl.pointer_type(inputs.dtype.element_ty))
+    a = tl.multiple_of(a, 16)
+    ranks = tl.load(line + 1).to(tl.int32)
+    at = first + tl.arange(0, ROWS)
+    inside = at < stop
+    token = tl.load(order + at, mask=inside, other=0)
+    if NARROW:
+        token = token.to(tl.int32)
+    begin = share * steps * DEPTH
+    if OVERLAPS:
+        follow()
+    if stop > first:
+        for rank in range(0, ranks, RANKS):
+            rows = rank + tl.arange(0, RANKS)
+            sums = tl.zeros([ROWS, RANKS], tl.float32)
+            for depth in range(begin, min(begin + steps * DEPTH, width), DEPTH):
+                columns = depth + tl.arange(0, DEPTH)
+                is_given, is_factor = inside[:, None], (rows < ranks)[:, None]
+                if not EVEN:
+                    is_given = is_given & (columns < width)[None, :]
+                    is_factor = is_factor & (columns < width)[None, :]
+                places = inputs + token[:, None] * stride_token_in + columns[None, :]
+                given = tl.load(places, mask=is_given, other=0.0)
+                factor = tl.load(a + rows[:, None] * width + columns[None, :], mask=is_factor, other=0.0)
+                sums = tl.dot(given, tl.trans(factor), sums, input_precision="ieee")
+            target = partial + (share * count + at).to(tl.int64)[:, None] * most_ranks + rows[None, :]
+            tl.store(target, sums, mask=inside[:, None] & (rows < ranks)[None, :])
+
+
+@triton.jit(do_not_specialize=["most_ranks"], do_not_specialize_on_alignment=["token_ids"])
+def look_up(
+    token_ids, order, tiles, table, partial, outputs, most_ranks,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Write the lines of `a` [vocabulary, ranks] of a tile's tokens, to partial[0, place, rank]."""
+    tile = tiles + tl.program_id(0) * 4
+    first = tl.load(tile + 1)
+    stop = tl.load(tile + 2)
+    line = table + tl.load(tile).to(tl.int64) * COLUMNS
+    a = tl.load(line).to(tl.pointer_type(outputs.dtype.element_ty))
+    ranks = tl.load(line + 1).to(tl.int32)
+    at = first + tl.arange(0, ROWS)
+    inside = at < stop
+    token = tl.load(order + at, mask=inside, other=0)
+    token_id = tl.load(token_ids + token, mask=inside, other=0)
+    if stop > first:
+        for rank in range(0, ranks, RANKS):
+            rows = rank + tl.arange(0, RANKS)
+            mask = inside[:, None] & (rows < ranks)[None, :]
+            found = tl.load(a + token_id[:, None] * ranks + rows[None, :], mask=mask, other=0.0)
+            target = partial + at.to(tl.int64)[:, None] * most_ranks + rows[None, :]
+            tl.store(target, found.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _low(
+    partial, place, inside, first_rank, ranks, rank, count, most_ranks, shares,
+    ELEMENT: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Return RANKS of a part's shrunk inputs from `rank` on, the sum of their shares, [ROWS, RANKS].
+
+    Up to SHARES `shares` are loaded at once; with 1, they are added one after the other.
+    """
+    rows = rank + tl.arange(0, RANKS)
+    places = partial + place[:, None] * most_ranks + (first_rank + rows)[None, :]
+    mask = inside[:, None] & (rows < ranks)[None, :]
+    if SHARES > 1:
+        share = tl.arange(0, SHARES)
+        of_shares = (share * count)[:, None, None] * most_ranks + places[None, :, :]
+        found = tl.sum(tl.load(of_shares, mask=(share < shares)[:, None, None] & mask[None, :, :], other=0.0), axis=0)
+    else:
+        found = tl.load(places, mask=mask, other=0.0)
+        for _ in range(1, shares):
+            places += count.to(tl.int64) * most_ranks
+            found += tl.load(places, mask=mask, other=0.0)
+    return found.to(ELEMENT)
+
+
+@triton.jit
+def _factor(b, outs, ranks, rank, columns, RANKS: tl.constexpr):
+    """Return RANKS lines of `b` from `rank` on at `columns` of the line, zeros where it has none, [RANKS, BLOCK]."""
+    rows = rank + tl.arange(0, RANKS)
+    mask = (rows < ranks)[:, None] & ((columns >= 0) & (columns < outs))[None, :]
+    return tl.load(b + rows[:, None] * outs + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _fetch_ahead(
+    line, begin, end, ELEMENT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Start to load `b` at outputs [begin, end) into L2.
+
+    Of each part, they are up to AHEAD lines of 64 numbers, of RANKS rows.
+    """
+    rows = tl.arange(0, RANKS)
+    for part in tl.static_range(PARTS):
+        own = line + HEAD + part * OF_PART
+        b = tl.load(own).to(tl.pointer_type(ELEMENT))
+        first, outs, ranks = tl.load(own + 1).to(tl.int32), tl.load(own + 2).to(tl.int32), tl.load(own + 4).to(tl.int32)
+        begin_part, end_part = max(begin - first, 0), min(end - first, outs)
+        if (begin_part < end_part) & (ranks > 0):
+            columns = begin_part + tl.arange(0, AHEAD) * 64
+            is_there = (rows < ranks)[:, None] & (columns < end_part)[None, :]
+            # A line that is not there is fetched as the first one.
+            places = b + tl.where(is_there, rows[:, None] * outs + columns[None, :], 0)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _share(tiles, width, BLOCK: tl.constexpr):
+    """Return the blocks of a tile's `width` columns, and the first and stop of this program's, of all used tiles'."""
+    blocks = tl.cdiv(width, BLOCK)
+    every = tl.load(tiles + 3).to(tl.int64) * blocks
+    number, programs = tl.program_id(0), tl.num_programs(0)
+    return blocks, (every * number // programs).to(tl.int32), (every * (number + 1) // programs).to(tl.int32)
+
+
+@triton.jit
+def _part_of_half(line, begin, width, ELEMENT: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr):
+    """Return where `b` is, first output, outputs, first rank and ranks, of the first or LAST part in a half.
+
+    The half has `width` columns from `begin` on. All are 0 where no part has any.
+    """
+    address = tl.full((), 0, tl.int64)
+    first_output, outs, first_rank, ranks = address, address, address, address
+    for part in tl.static_range(PARTS):
+        own = line + HEAD + part * OF_PART
+        first, length = tl.load(own + 1), tl.load(own + 2)
+        is_here = (begin < first + length) & (begin + width > first)
+        if not LAST:
+            is_here = is_here & (outs == 0)
+        address = tl.where(is_here, tl.load(own), address)
+        first_output = tl.where(is_here, first, first_output)
+        outs = tl.where(is_here, length, outs)
+        first_rank = tl.where(is_here, tl.load(own + 3), first_rank)
+        ranks = tl.where(is_here, tl.load(own + 4), ranks)
+    return (
+        tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16),
+        tl.multiple_of(first_output.to(tl.int32), 16), tl.multiple_of(outs.to(tl.int32), 16),
+        tl.multiple_of(first_rank.to(tl.int32), 4), tl.multiple_of(ranks.to(tl.int32), 4),
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_part(
+    targets, b, first_output, outs, first_rank, ranks, begin_part, end_part, partial, place, inside, count, most_ranks,
+    shares,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add the products of a part to columns `begin_part` to `end_part` of rows that begin at `targets` [ROWS]."""
+    element = b.dtype.element_ty
+    if ranks <= RANKS:
+        low = _low(
+            partial, place, inside, first_rank, ranks, 0, count, most_ranks, shares,
+            ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+        )  # fmt: skip
+        for begin in tl.range(begin_part, end_part, BLOCK, num_stages=STAGES):
+            columns = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
+            mask = inside[:, None] & (columns < end_part)[None, :]
+            base = tl.load(targets[:, None] + columns[None, :], mask=mask, other=0.0)
+            factor = _factor(b, outs, ranks, 0, columns - first_output, RANKS=RANKS)
+            sums = base.to(tl.float32) + tl.dot(low, factor, input_precision="ieee")
+            tl.store(targets[:, None] + columns[None, :], sums.to(element), mask=mask)
+    else:
+        for begin in tl.range(begin_part, end_part, BLOCK, num_stages=1):
+            columns = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
+            mask = inside[:, None] & (columns < end_part)[None, :]
+            base = tl.load(targets[:, None] + columns[None, :], mask=mask, other=0.0)
+            sums = tl.zeros([ROWS, BLOCK], tl.float32)
+            for rank in tl.range(0, ranks, RANKS, num_stages=1):
+                low = _low(
+                    partial, place, inside, first_rank, ranks, rank, count, most_ranks, shares,
+                    ELEMENT=element, RANKS=RANKS, SHARES=1,
+                )  # fmt: skip
+                factor = _factor(b, outs, ranks, rank, columns - first_output, RANKS=RANKS)
+                sums = tl.dot(low, factor, sums, input_precision="ieee")
+            sums += base.to(tl.float32)
+            tl.store(targets[:, None] + columns[None, :], sums.to(element), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "most_ranks", "shares"])
+def expand(
+    outputs, order, tiles, table, partial, count, most_ranks, shares, columns_out, stride,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Add the products of tiles' shrunk inputs with `b` to this program's blocks of the outputs, part by part.
+
+    Lines of two parts may have zeros for some of each other's columns. NARROW: places in `partial` and in the outputs
+    fit into 32 bits.
+    """
+    element = outputs.dtype.element_ty
+    # So that the compiler knows what they are multiples of.
+    most_ranks = most_ranks // 32 * 32
+    blocks, begin, end = _share(tiles, columns_out, BLOCK=BLOCK)
+    if OVERLAPS:
+        if AHEAD > 0:  # noqa: SIM102 - only the first is constant
+            if begin < end:
+                line = table + tl.load(tiles + begin // blocks * 4).to(tl.int64) * COLUMNS
+                at, stop_at = begin % blocks * BLOCK, (begin % blocks + end - begin) * BLOCK
+                _fetch_ahead(line, at, stop_at, ELEMENT=element, RANKS=RANKS, PARTS=PARTS, AHEAD=AHEAD)
+        follow()
+    for index in range(begin // blocks, tl.cdiv(end, blocks)):
+        tile = tiles + index * 4
+        first = tl.load(tile + 1)
+        stop = tl.load(tile + 2)
+        line = table + tl.load(tile).to(tl.int64) * COLUMNS
+        place = first + tl.arange(0, ROWS)
+        inside = place < stop
+        token = tl.load(order + place, mask=inside, other=0)
+        if NARROW:
+            token = token.to(tl.int32)
+        else:
+            place = place.to(tl.int64)
+        begin_share = max(begin - index * blocks, 0) * BLOCK
+        end_share = min(min(end - index * blocks, blocks) * BLOCK, columns_out)
+        for number in range(PARTS):
+            own = line + HEAD + number * OF_PART
+            b = tl.multiple_of(tl.load(own).to(tl.pointer_type(element)), 16)
+            first_output = tl.multiple_of(tl.load(own + 1).to(tl.int32), 16)
+            outs = tl.multiple_of(tl.load(own + 2).to(tl.int32), 16)
+            first_rank = tl.multiple_of(tl.load(own + 3).to(tl.int32), 4)
+            ranks = tl.multiple_of(tl.load(own + 4).to(tl.int32), 4)
+            begin_part, end_part = max(begin_share, first_output), min(end_share, first_output + outs)
+            if begin_part < end_part:
+                _add_part(
+                    outputs + token * stride, b, first_output, outs, first_rank, ranks, begin_part, end_part, partial,
+                    place, inside, count, most_ranks, shares,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, SHARES=SHARES, STAGES=STAGES,
+                )  # fmt: skip
+            if PARTS > 1:
+                # Other threads may load what was stored in columns that are of both parts' lines.
+                tl.debug_barrier()
+
+
+@triton.jit
+def _gated_sums(gate_base, gate, up_base, up, ELEMENT: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Return the gated product of base products with what adapters add, rounded as if both halves had been stored."""
+    gate = (gate_base.to(tl.float32) + gate).to(ELEMENT).to(tl.float32)
+    up = (up_base.to(tl.float32) + up).to(ELEMENT).to(tl.float32)
+    return gated(gate, up, ELEMENT=ELEMENT, ACTIVATION=ACTIVATION).to(ELEMENT)
+
+
+@triton.jit(do_not_specialize=["count", "most_ranks", "shares"])
+def expand_and_gate(
+    both, outputs, order, tiles, table, partial, count, most_ranks, shares, width,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write this program's blocks of the gated product of both halves [tokens, 2 width], with products with `b` added.
+
+    Parts are one matrix of each half, or one of both, so that each half has one: zeros of the line of the other half's
+    may reach into it only. Tiles of tokens without an adapter are gated as they are. NARROW: as in `expand`.
+    """
+    element = outputs.dtype.element_ty
+    # So that the compiler knows what they are multiples of.
+    most_ranks = most_ranks // 32 * 32
+    blocks, begin_block, end_block = _share(tiles, width, BLOCK=BLOCK)
+    if OVERLAPS:
+        if AHEAD > 0:  # noqa: SIM102 - only the first is constant
+            if begin_block < end_block:
+                line = table + tl.load(tiles + begin_block // blocks * 4).to(tl.int64) * COLUMNS
+                at = begin_block % blocks * BLOCK
+                stop_at = min(at + (end_block - begin_block) * BLOCK, width)
+                _fetch_ahead(line, at, stop_at, ELEMENT=element, RANKS=RANKS, PARTS=PARTS, AHEAD=AHEAD)
+                at, stop_at = at + width, stop_at + width
+                _fetch_ahead(line, at, stop_at, ELEMENT=element, RANKS=RANKS, PARTS=PARTS, AHEAD=AHEAD)
+        follow()
+    for index in range(begin_block // blocks, tl.cdiv(end_block, blocks)):
+        tile = tiles + index * 4
+        first = tl.load(tile + 1)
+        stop = tl.load(tile + 2)
+        line = table + tl.load(tile).to(tl.int64) * COLUMNS
+        gate_b, gate_first, gate_outs, gate_rank, gate_ranks = _part_of_half(
+            line, 0, width, ELEMENT=element, PARTS=PARTS, LAST=False
+        )
+        up_b, up_first, up_outs, up_rank, up_ranks = _part_of_half(
+            line, width, width, ELEMENT=element, PARTS=PARTS, LAST=True
+        )
+        place = first + tl.arange(0, ROWS)
+        inside = place < stop
+        token = tl.load(order + place, mask=inside, other=0)
+        if NARROW:
+            token = token.to(tl.int32)
+        else:
+            place = place.to(tl.int64)
+        begin_share = max(begin_block - index * blocks, 0) * BLOCK
+        end_share = min(min(end_block - index * blocks, blocks) * BLOCK, width)
+        ranks = max(gate_ranks, up_ranks)
+        gate_low = _low(
+            partial, place, inside, gate_rank, gate_ranks, 0, count, most_ranks, shares,
+            ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+        )  # fmt: skip
+        up_low = _low(
+            partial, place, inside, up_rank, up_ranks, 0, count, most_ranks, shares,
+            ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+        )  # fmt: skip
+        if ranks <= RANKS:
+            for begin in tl.range(begin_share, end_share, BLOCK, num_stages=STAGES):
+                columns = begin + tl.arange(0, BLOCK)
+                mask = inside[:, None] & (columns < width)[None, :]
+                source = both + token[:, None] * (2 * width) + columns[None, :]
+                gate_base = tl.load(source, mask=mask, other=0.0)
+                up_base = tl.load(source + width, mask=mask, other=0.0)
+                gate_factor = _factor(gate_b, gate_outs, gate_ranks, 0, columns - gate_first, RANKS=RANKS)
+                up_factor = _factor(up_b, up_outs, up_ranks, 0, width + columns - up_first, RANKS=RANKS)
+                gate = tl.dot(gate_low, gate_factor, input_precision="ieee")
+                up = tl.dot(up_low, up_factor, input_precision="ieee")
+                product = _gated_sums(gate_base, gate, up_base, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+                tl.store(outputs + token[:, None] * width + columns[None, :], product, mask=mask)
+        else:
+            for begin in tl.range(begin_share, end_share, BLOCK, num_stages=1):
+                columns = begin + tl.arange(0, BLOCK)
+                mask = inside[:, None] & (columns < width)[None, :]
+                source = both + token[:, None] * (2 * width) + columns[None, :]
+                gate_base = tl.load(source, mask=mask, other=0.0)
+                up_base = tl.load(source + width, mask=mask, other=0.0)
+                gate = tl.zeros([ROWS, BLOCK], tl.float32)
+                up = tl.zeros([ROWS, BLOCK], tl.float32)
+                for rank in tl.range(0, ranks, RANKS, num_stages=1):
+                    gate_factor = _factor(gate_b, gate_outs, gate_ranks, rank, columns - gate_first, RANKS=RANKS)
+                    up_factor = _factor(up_b, up_outs, up_ranks, rank, width + columns - up_first, RANKS=RANKS)
+                    gate_low = _low(
+                        partial, place, inside, gate_rank, gate_ranks, rank, count, most_ranks, shares,
+                        ELEMENT=element, RANKS=RANKS, SHARES=1,
+                    )  # fmt: skip
+                    up_low = _low(
+                        partial, place, inside, up_rank, up_ranks, rank, count, most_ranks, shares,
+                        ELEMENT=element, RANKS=RANKS, SHARES=1,
+                    )  # fmt: skip
+                    gate = tl.dot(gate_low, gate_factor, gate, input_precision="ieee")
+                    up = tl.dot(up_low, up_factor, up, input_precision="ieee")
+                product = _gated_sums(gate_base, gate, up_base, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+                tl.store(outputs + token[:, None] * width + columns[None, :], product, mask=mask)
