@@ -6,6 +6,7 @@ Tokens without an adapter get the same bits, whichever other tokens are in their
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from services.worker.engine.plans.rows import NO_ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from services.worker.engine.adapters.sites import AdapterWeights, Site, SiteFactors
     from services.worker.engine.kernels.interface import Experts, GatedLinear, Linear
@@ -44,8 +46,17 @@ class AdapterProducts(Protocol):
     def use(self, slots: torch.Tensor | None) -> None:
         """Set what the following products apply to: the slot of each token, [tokens] int32, NO_ADAPTER for none."""
 
-    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
+    def start(self, site: Site, inputs: torch.Tensor) -> AbstractContextManager[torch.Tensor | None]:
+        """Begin with the adapters' products of inputs [tokens, in] beside what runs in the context.
+
+        It gives what `add` takes; None: nothing has begun.
+        """
+
+    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor, started: torch.Tensor | None = None) -> None:
+        """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place.
+
+        `started` is what `start` gave for the same inputs.
+        """
 
     def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product [tokens, intermediate] with what adapters add to its halves."""
@@ -115,7 +126,11 @@ class GroupedAdapters:
             if (factors := group.weights.sites.get(site.name)) is not None
         ]
 
-    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+    def start(self, _site: Site, _inputs: torch.Tensor) -> AbstractContextManager[None]:
+        """Begin with nothing."""
+        return nullcontext()
+
+    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor, _started: torch.Tensor | None = None) -> None:
         """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
         for factors, tokens in self.change(site):
             add_product(factors, inputs[tokens], sums, tokens)
@@ -180,13 +195,15 @@ class AdaptedLinear:
         self._adapters = adapters
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        product = self.product(inputs, outputs)
-        self._adapters.add(self._site, inputs, product)
+        with self._adapters.start(self._site, inputs) as started:
+            product = self.product(inputs, outputs)
+        self._adapters.add(self._site, inputs, product, started)
         return product
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        self.product.add_to(inputs, sums)
-        self._adapters.add(self._site, inputs, sums)
+        with self._adapters.start(self._site, inputs) as started:
+            self.product.add_to(inputs, sums)
+        self._adapters.add(self._site, inputs, sums, started)
 
 
 class AdaptedGatedLinear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ from services.worker.engine.kernels.gpu import adapter_products as programs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 MOST_RANKS: Final = 512
 # Of buffers outside of CUDA graphs, as long as adapters have no more.
 _FEW_RANKS: Final = 16
+# Whether inputs of few tokens are shrunk on a stream of their own, beside the base product.
+_SHRINKS_BESIDE = False
 
 
 class SegmentedAdapters:
@@ -44,6 +48,7 @@ class SegmentedAdapters:
         self._ranks: NDArray[np.int64] = np.zeros((0, slots), np.int64)
         self._most: list[int] = []
         self._tiles: programs.TokenTiles | None = None
+        self._side: torch.cuda.Stream | None = None
 
     @property
     def slots(self) -> int:
@@ -82,18 +87,35 @@ class SegmentedAdapters:
         self._whole_table()
         self._tiles = programs.TokenTiles.of(slots, self.slots)
 
-    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+    def start(self, site: Site, inputs: torch.Tensor) -> AbstractContextManager[torch.Tensor | None]:
+        """Begin with the adapters' products of inputs [tokens, in] beside what runs in the context."""
+        if not _SHRINKS_BESIDE or self._tiles is None or not self._tiles.are_few or not self._may_change(site.name):
+            return nullcontext()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        parts = len(site.parts)
+        return programs.ShrinkingBeside(
+            self._side, self._tiles, self._lines(site.name), parts, self._most_ranks(site.name, parts), inputs
+        )
+
+    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor, started: torch.Tensor | None = None) -> None:
         """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
         if self._tiles is not None and self._may_change(site.name):
-            shrunk = self._shrunk(site, inputs)
-            programs.add_products(self._tiles, self._lines(site.name), len(site.parts), shrunk, sums)
+            shrunk = self._shrunk(site, inputs) if started is None else started
+            lines, parts = self._lines(site.name), len(site.parts)
+            programs.add_products(self._tiles, lines, parts, shrunk, sums, is_joined=started is not None)
 
     def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product, from separate halves where any token has an adapter."""
         if self._tiles is None or not self._may_change(site.name):
             return product(inputs)
-        both, shrunk = product.halves(inputs), self._shrunk(site, inputs)
-        return programs.gated_products(self._tiles, self._lines(site.name), len(site.parts), shrunk, both, activation)
+        with self.start(site, inputs) as started:
+            both = product.halves(inputs)
+        shrunk = self._shrunk(site, inputs) if started is None else started
+        lines, parts = self._lines(site.name), len(site.parts)
+        return programs.gated_products(
+            self._tiles, lines, parts, shrunk, both, activation, is_joined=started is not None
+        )
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return embeddings [tokens, hidden] of `token_ids` with what adapters add to them."""

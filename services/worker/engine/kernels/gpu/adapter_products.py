@@ -192,19 +192,45 @@ def shrunk_inputs(
     return partial
 
 
+class ShrinkingBeside:
+    """Shrinks inputs of few tokens on a stream of its own, beside what runs in the context; see `shrunk_inputs`.
+
+    When the context ends, the current stream waits for it.
+    """
+
+    def __init__(
+        self, side: torch.cuda.Stream, tiles: TokenTiles, table: torch.Tensor, parts: int, most_ranks: int,
+        inputs: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Start on `side`, after all that was launched on the current stream."""
+        # Memory is of the current stream, which waits before any of it can be freed.
+        self._inputs, form, self.shrunk = _before_shrinking(tiles, parts, most_ranks, inputs)
+        self._side = side
+        side.wait_stream(torch.cuda.current_stream(inputs.device))
+        with torch.cuda.stream(side):
+            _shrink_into(self.shrunk, tiles, table, form, self._inputs, {"OVERLAPS": False})
+
+    def __enter__(self) -> torch.Tensor:
+        return self.shrunk
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.current_stream(self.shrunk.device).wait_stream(self._side)
+
+
 def add_products(
-    tiles: TokenTiles, table: torch.Tensor, parts: int, shrunk: torch.Tensor, outputs: torch.Tensor
-) -> None:
+    tiles: TokenTiles, table: torch.Tensor, parts: int, shrunk: torch.Tensor, outputs: torch.Tensor,
+    *, is_joined: bool = False,
+) -> None:  # fmt: skip
     """Add the adapters' products of `shrunk` inputs to outputs [tokens, out] in place; rows are contiguous.
 
-    See `shrunk_inputs` for the other arguments.
+    If it `is_joined`, inputs were shrunk on another stream. See `shrunk_inputs` for the other arguments.
     """
-    _expand_into(outputs, tiles, table, shrunk, parts, _overlap(tiles))
+    _expand_into(outputs, tiles, table, shrunk, parts, {"OVERLAPS": False} if is_joined else _overlap(tiles))
 
 
 def gated_products(
     tiles: TokenTiles, table: torch.Tensor, parts: int, shrunk: torch.Tensor, both: torch.Tensor,
-    activation: Activation,
+    activation: Activation, *, is_joined: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gated product [tokens, width] of both halves [tokens, 2 width] with products of `shrunk` inputs.
 
@@ -216,7 +242,7 @@ def gated_products(
     expand_and_gate[_programs(form, tiles, width, both.device)](
         both, outputs, tiles.order, tiles.tiles, table, shrunk, tokens, shrunk.shape[2], shrunk.shape[0], width,
         NARROW=_is_narrow(both, shrunk), ACTIVATION=ACTIVATIONS[activation],
-        **_constants(form, tiles, table, shrunk, parts), **_overlap(tiles),
+        **_constants(form, tiles, table, shrunk, parts), **({"OVERLAPS": False} if is_joined else _overlap(tiles)),
     )  # fmt: skip
     return outputs
 
