@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 MOST_RANKS: Final = 512
 # Of buffers outside of CUDA graphs, as long as adapters have no more.
 _FEW_RANKS: Final = 16
-# Whether inputs of few tokens are shrunk on a stream of their own, beside the base product.
-_SHRINKS_BESIDE = False
+# Up to so many tokens, inputs are shrunk on a stream of their own, beside the base product: on an H200, products of 8
+# adapters take 26 to 28 us of a layer instead of 40 to 43 at 16 and 64 tokens, and 41 to 46 instead of 40 at 256.
+_BESIDE_TOKENS: Final = 64
 
 
 class SegmentedAdapters:
@@ -89,7 +90,9 @@ class SegmentedAdapters:
 
     def start(self, site: Site, inputs: torch.Tensor) -> AbstractContextManager[torch.Tensor | None]:
         """Begin with the adapters' products of inputs [tokens, in] beside what runs in the context."""
-        if not _SHRINKS_BESIDE or self._tiles is None or not self._tiles.are_few or not self._may_change(site.name):
+        if self._tiles is None or len(self._tiles.order) > _BESIDE_TOKENS or not self._may_change(site.name):
+            return nullcontext()
+        if self._device.type != "cuda":  # where programs are interpreted
             return nullcontext()
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -75,10 +75,10 @@ class _Expansion:
 
 
 # Of few tokens with one matrix and with several together, and of many.
-_FEW_OF_ONE, _FEW_OF_SEVERAL = _Shrinking(32, 256, 4, 3), _Shrinking(64, 128, 4, 3)
+_FEW_OF_ONE, _FEW_OF_SEVERAL = _Shrinking(16, 256, 4, 3), _Shrinking(64, 128, 4, 3)
 _MANY_OF_ONE, _MANY_OF_SEVERAL = _Shrinking(32, 128, 4, 3), _Shrinking(64, 128, 4, 3)
 # Of few tokens and of many; and of gated products, where a block has columns of both halves.
-_FEW, _MANY = _Expansion(128, 6, 4, 3, registers=80), _Expansion(128, 512, 8, 2)
+_FEW, _MANY = _Expansion(128, 4, 4, 3, registers=128), _Expansion(128, 512, 8, 2)
 _FEW_GATED, _MANY_GATED = _Expansion(128, 4, 8, 3, registers=64), _Expansion(64, 512, 8, 1, registers=80)
 # Of a machine without a GPU, where Triton's interpreter runs.
 _INTERPRETED_MULTIPROCESSORS = 8

@@ -64,8 +64,9 @@ def results(
     adapters: AdapterProducts, slots: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     adapters.use(slots)
-    sums = sums.clone()
-    adapters.add(SITE, inputs, sums)
+    with adapters.start(SITE, inputs) as started:
+        sums = sums.clone()
+    adapters.add(SITE, inputs, sums, started)
     return sums, adapters.embed(token_ids, inputs)
 
 
