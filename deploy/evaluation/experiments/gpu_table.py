@@ -110,6 +110,12 @@ PARTS = (
         for shape in ("llama-3.1-8b", "qwen3-14b")
     ),
     TablePart(
+        "llama-3.1-8b-deterministic",
+        (f"{OFFLINE_LOAD} --workload w1 --label deterministic",),
+        "llama-3.1-8b",
+        settings=(*OFFLINE, "model.deterministic=true"),
+    ),
+    TablePart(
         "fp8",
         (
             "python -m deploy.evaluation.experiments.quantization speed --device cuda --json {json}",

@@ -29,15 +29,15 @@ HOPPER = (9, 0)
 
 
 def check_deterministic(
-    spec: EngineSpec, config: ModelConfig, backend: KernelBackend, shape: AttentionShape, *, is_own: bool
+    spec: EngineSpec, config: ModelConfig, backend: KernelBackend, shape: AttentionShape, *, is_own: bool, sees: bool
 ) -> None:
     """Raise ConfigurationError, with all reasons, if `spec` asks for what this rank cannot give.
 
-    `is_own`: the model does not run through `transformers`.
+    `is_own`: the model does not run through `transformers`. `sees`: its vision encoder is loaded, too.
     """
     if not spec.deterministic:
         return
-    reasons = [*_of_kernels(spec, backend, shape), *_of_model(spec, config, is_own=is_own)]
+    reasons = [*_of_kernels(spec, backend, shape), *_of_model(spec, config, is_own=is_own, sees=sees)]
     if backend.name == "gpu":
         reasons += _of_gpu(spec, config, backend, torch.cuda.get_device_capability())
     if reasons:
@@ -76,7 +76,7 @@ def _of_gpu(
         yield f"norms over all heads of a token on GPUs ({config.family})"
 
 
-def _of_model(spec: EngineSpec, config: ModelConfig, *, is_own: bool) -> Iterator[str]:
+def _of_model(spec: EngineSpec, config: ModelConfig, *, is_own: bool, sees: bool) -> Iterator[str]:
     if not is_own:
         yield f"{config.family}, which runs through transformers"
     if config.latent is not None:
@@ -85,5 +85,5 @@ def _of_model(spec: EngineSpec, config: ModelConfig, *, is_own: bool) -> Iterato
         yield f"recurrent layers ({config.family}), whose blocks begin where chunks of prompts do"
     if spec.adapter_slots:
         yield "adapters: set scheduler.adapters.slots to 0"
-    if spec.vision:
-        yield "images, which are encoded together"
+    if sees:
+        yield "images, which are encoded together: set model.images to off"

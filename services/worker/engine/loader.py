@@ -298,7 +298,7 @@ class DecoderLoader:
         """Raise ConfigurationError for stages, kinds of KV memory or exactness that model or device do not support."""
         spec, config = self._spec, self._config
         for shape in dict.fromkeys(self._shapes):
-            check_deterministic(spec, config, self._backend, shape, is_own=is_own)
+            check_deterministic(spec, config, self._backend, shape, is_own=is_own, sees=self._vision_config is not None)
         if spec.deterministic and self._head is not None:
             raise ConfigurationError("model.deterministic is not available with classification heads")
         if spec.has_whole_experts:

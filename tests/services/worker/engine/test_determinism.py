@@ -238,7 +238,7 @@ def test_what_cannot_be_deterministic_on_a_gpu_is_refused_by_name(
     config = open_checkpoint(spec.model, "auto", torch.device("cpu")).config
     backend = _Gpu(DTYPES_OF_ENGINES[spec.dtype], torch.device("cpu"))
     with pytest.raises(ConfigurationError, match=rf"model\.deterministic is not available with .*{reason}"):
-        check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True)
+        check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True, sees=False)
 
 
 def test_a_gpu_that_has_all_it_takes_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,9 @@ def test_a_gpu_that_has_all_it_takes_is_accepted(tmp_path: Path, monkeypatch: py
     spec = EngineSpec(str(save_family(tmp_path, "qwen3 moe")), dtype="bfloat16", deterministic=True)
     config = open_checkpoint(spec.model, "auto", torch.device("cpu")).config
     backend = _Gpu(torch.bfloat16, torch.device("cpu"))
-    check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True)
+    check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True, sees=False)
+    with pytest.raises(ConfigurationError, match=r"images, .*: set model\.images to off"):
+        check_deterministic(spec, config, backend, AttentionShape(4, 2, 16, 16), is_own=True, sees=True)
 
 
 def test_classification_heads_and_encoders_are_refused(tmp_path: Path) -> None:
