@@ -97,10 +97,10 @@ class _Sample:
 
 
 class VideoFile:
-    """The first video in a file. Its frames are decoded as they are taken, and those between them skipped if possible.
+    """The first video in a file that is coded as one of `DECODERS`.
 
-    Frames of variable durations are taken as if as many were shown at a constant rate: each place has the frame that is
-    shown at its time.
+    Its frames are decoded as they are taken, and those between them skipped if possible. Frames of variable durations
+    are taken as if as many were shown at a constant rate: each place has the frame that is shown at its time.
     """
 
     def __init__(self, container: InputContainer, max_pixels: int, size: int) -> None:
@@ -211,14 +211,18 @@ def _time_of(frame: VideoFrame) -> int:
 
 def _video_of(container: InputContainer) -> VideoStream:
     for stream in container.streams.video:
+    others = []
         if stream.disposition & Disposition.attached_pic:
             continue
         # None: FFmpeg does not know the codec.
         context: VideoCodecContext | None = stream.codec_context
         name = context.codec.name if context else "an unknown codec"
-        if name not in DECODERS:
-            raise RefusedImageError(f"is coded as {name}; supported are {', '.join(DECODERS.values())}")
-        return stream
+        if name in DECODERS:
+            return stream
+        others.append(name)
+    if others:
+        names = " and ".join(dict.fromkeys(others))
+        raise RefusedImageError(f"is coded as {names}; supported are {', '.join(DECODERS.values())}")
     raise RefusedImageError("has no video, only sound" if container.streams.audio else "has no video")
 
 

@@ -209,6 +209,36 @@ def test_other_codecs_are_refused_by_name() -> None:
     )
 
 
+def several(*codecs: str, colour_of_last: int) -> bytes:
+    """Return a file with a video of each codec, of one black frame, or of one gray one in the last."""
+    written = BytesIO()
+    with av.open(written, "w", "matroska") as output:
+        streams = []
+        for codec in codecs:
+            stream = output.add_stream(codec, rate=5)
+            assert isinstance(stream, av.VideoStream)
+            stream.width, stream.height = 64, 48
+            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            stream.codec_context.thread_count = 1
+            streams.append(stream)
+        for stream in streams:
+            gray = np.full((48, 64, 3), colour_of_last if stream is streams[-1] else 0, np.uint8)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(gray, "rgb24").reformat(format=stream.pix_fmt)))
+        for stream in streams:
+            output.mux(stream.encode(None))
+    return written.getvalue()
+
+
+def test_the_first_video_is_shown_whose_codec_is_supported() -> None:
+    (frame,) = read(several("mjpeg", "mpeg4", colour_of_last=128))
+    assert abs(float(frame.mean()) - 128) < 10
+    (first,) = read(several("mpeg4", "mpeg4", colour_of_last=128))
+    assert float(first.mean()) < 10
+    assert refusal(several("mjpeg", "mpeg2video", colour_of_last=128)) == (
+        "is coded as mjpeg and mpeg2video; supported are H.264, H.265, VP8, VP9, AV1, MPEG-4 part 2"
+    )
+
+
 def test_frames_that_are_damaged_are_refused() -> None:
     file = clip_file(clip_pictures(COUNT), "vp9")
     with av.open(BytesIO(file), "r") as container:
