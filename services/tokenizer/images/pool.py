@@ -55,7 +55,10 @@ REPLACEMENT_S = 0.5
 EXPIRY_S = 15.0
 # How long an image is decoded on after its request was cancelled, before its process is replaced.
 ABANDONED_S = 1.0
-CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time than allowed"
+# For how long a tenant that has sent an image is expected to send another one.
+PRESENCE_S = 300.0
+CRASHED = "cannot be decoded: its decoder crashed, or took more memory than allowed"
+FAILED = "could not be decoded because of an error of this server, which was logged"
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +84,8 @@ class ImagePool:
 
     Tenants share the processes, and in each tenant its subjects, by bytes of files and by the time that decoding takes
     (`FairQueue`). A subject that has an image decoded gets another process only while one is left for others, so with
-    two processes or more the images of one subject, which may take `timeout_s` each, stop no other's.
+    two processes or more the images of one subject, which may take `timeout_s` each, stop no other's. The same holds
+    for all subjects of a tenant while other tenants send images.
     """
 
     def __init__(
@@ -105,6 +109,8 @@ class ImagePool:
         # Set when a job may have become able to start.
         self._changed = asyncio.Event()
         self._room = SharedRoom(WAITING_PIECES, "waiting for their images", RETRY_AFTER_MS)
+        # When tenants have last sent an image, or had one decoded.
+        self._seen: dict[str, float] = {}
         self._log = get_logger("images")
 
     async def run(self) -> NoReturn:
@@ -145,6 +151,8 @@ class ImagePool:
             for job in jobs:
                 self._queue.add(subject, job, job.cost)
             self._changed.set()
+            if jobs:
+                self._seen[subject.tenant] = time.monotonic()
             images = await self._gathered(wanted, param, max_bytes)
         finally:
             for job in jobs:
@@ -188,6 +196,8 @@ class ImagePool:
     async def _work(self) -> NoReturn:
         process: DecodingProcess | None = None
         try:
+            now = time.monotonic()
+            self._seen = {tenant: seen for tenant, seen in self._seen.items() if now - seen < PRESENCE_S}
             while True:
                 if process is None:
                     process = await self._started()
@@ -218,7 +228,16 @@ class ImagePool:
         return job
 
     def _may_start(self, job: _Job) -> bool:
-        return not self._running[job.subject] or self._processes - self._running.total() > 1
+        """Whether a process is left for others then, or the last one may go to this subject."""
+        tenant = job.subject.tenant
+        if self._processes - self._running.total() > 1 or all(each.tenant != tenant for each in self._running):
+            return True
+        return job.subject not in self._running and not self._has_others(tenant)
+
+    def _has_others(self, tenant: str) -> bool:
+        """Whether other tenants are expected to send images."""
+        now = time.monotonic()
+        return any(other != tenant and now - seen < PRESENCE_S for other, seen in self._seen.items())
 
     def _end(self, job: _Job, seconds: float) -> None:
         """Count an image as running no longer, and charge the time that its process took for it."""
@@ -230,6 +249,7 @@ class ImagePool:
 
     async def _started(self) -> DecodingProcess:
         while True:
+        self._seen[job.subject.tenant] = time.monotonic()
             try:
                 process = await DecodingProcess.start(self._arguments)
             except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:

@@ -368,6 +368,39 @@ async def test_a_process_is_replaced_if_its_image_is_cancelled_and_takes_long(
 async def test_images_that_take_long_are_charged_to_their_subject(directory: Path) -> None:
     bench = Bench(directory, processes=1)
     names = asyncio.gather(
+async def test_users_of_one_tenant_leave_a_process_to_other_tenants(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = NotedBench(directory, 2, monkeypatch)
+    async with running(bench):
+        assert "is first" in await bench.send(RIVAL, "first")
+        slow = [bench.send(ADA, "held 0")]
+        await until(lambda: "held 0" in bench.noted)
+        slow.append(bench.send(BOB, "held 1"))
+        assert "is quick" in await bench.send(RIVAL, "quick")
+        assert bench.noted == ["first", "held 0", "quick"]
+        bench.mark.touch()
+        await asyncio.gather(*slow)
+
+
+async def test_users_of_one_tenant_have_all_processes_while_there_are_no_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = NotedBench(directory, 2, monkeypatch)
+    async with running(bench):
+        slow = [bench.send(ADA, "held 0"), bench.send(BOB, "held 1")]
+        await until(lambda: sorted(bench.noted) == ["held 0", "held 1"])
+        bench.mark.touch()
+        await asyncio.gather(*slow)
+        bench.mark.unlink()
+        assert "is last" in await bench.send(RIVAL, "last")
+        monkeypatch.setattr(pool, "PRESENCE_S", 0.0)
+        slow = [bench.send(ADA, "held 2"), bench.send(BOB, "held 3")]
+        await until(lambda: {"held 2", "held 3"} <= set(bench.noted))
+        bench.mark.touch()
+        await asyncio.gather(*slow)
+
+
         *(
             bench.pool.prepare(subject, [ImageFile(b"12345678")], "messages", MOST_BYTES)
             for subject in (ADA, ADA, ADA, RIVAL, RIVAL, RIVAL)
