@@ -25,8 +25,8 @@ REPLICA_SERVING = Gauge("pando_tokenizer_replica_serving", "1 while a scheduler 
 SCHEDULER_CONNECTED = Gauge("pando_tokenizer_scheduler_connected", "1 while the scheduler can serve.")
 IMAGES_TOTAL = Counter(
     "pando_tokenizer_images_total",
-    "Images by outcome: prepared, kept from an earlier request, refused, or the process that decoded it crashed, took "
-    "too long, or was abandoned.",
+    "Images by outcome: prepared, kept from an earlier request, refused, failed by an error of the tokenizer, or the "
+    "process that decoded it crashed, took too long, or was abandoned.",
     ["outcome"],
 )
 IMAGE_SECONDS = Histogram(

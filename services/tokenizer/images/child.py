@@ -2,7 +2,8 @@
 
 Run as `python -m services.tokenizer.images.child PARENT_PID DIRECTORY MAX_PIXELS MAX_FRAMES MEMORY_BYTES CPU_SECONDS`.
 Questions and answers are frames: an image's detail, and its file or a video's frames, after how many these are; then
-either why it is refused, or its grid and its values, and of a video's file how many frames it has at which rate.
+either why it is refused, or the error of this process for which it failed, or its grid and its values, and of a video's
+file how many frames it has at which rate.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from common.child_process import die_with_parent
 from services.tokenizer.images.confinement import allow_time, confine
 from services.tokenizer.images.containers import can_be_decoded
 from services.tokenizer.images.decode import FORMATS, decode
+from services.tokenizer.images.faults import described
 from services.tokenizer.images.processor import MAX_PIXEL_BYTES, Detail, RefusedImageError
 from services.tokenizer.images.registry import read_processor
 
@@ -73,6 +75,7 @@ class Cutting:
         Raises:
             RefusedImageError: it cannot be used.
             MemoryError: it takes more memory than there is.
+            Exception: an error of this process, which is not due to the image.
         """
         detail, count = Detail(question["detail"]), question["frames"]
         if question["is_video_file"]:
@@ -122,6 +125,8 @@ def serve(questions: BinaryIO, answers: BinaryIO, cutting: Cutting) -> None:
             write_frame(answers, json.dumps({"refusal": str(error)}).encode(), b"")
         except MemoryError:
             write_frame(answers, json.dumps({"refusal": TOO_MUCH_MEMORY}).encode(), b"")
+        except Exception as error:  # noqa: BLE001  (it is logged outside, where there are logs)
+            write_frame(answers, json.dumps({"failure": described(error)}).encode(), b"")
         else:
             write_frame(answers, json.dumps(answer).encode(), values.data)
             del values

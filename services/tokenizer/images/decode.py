@@ -17,6 +17,7 @@ from PIL import (
     WebPImagePlugin,
 )
 
+from services.tokenizer.images.faults import is_own
 from services.tokenizer.images.processor import RefusedImageError
 
 # Imported here and not when they are first used, because a confined process can open no files.
@@ -35,6 +36,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     Raises:
         RefusedImageError: it is no picture of a supported format, damaged, animated or too large.
         MemoryError: it takes more memory than there is.
+        Exception: an error of this process, which is not due to the file.
     """
     # The limit of `max_pixels` is checked here, by the sides that the file's header states.
     Image.MAX_IMAGE_PIXELS = None
@@ -48,6 +50,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     except UnidentifiedImageError as error:
         raise RefusedImageError(f"is damaged, or not an image; supported are {', '.join(FORMATS)}") from error
     except Exception as error:  # plugins raise errors of many kinds
+        if is_own(error):
+            raise
         raise RefusedImageError(f"is damaged: {error}") from error
 
 

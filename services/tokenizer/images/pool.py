@@ -7,18 +7,20 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from common.errors import InvalidRequestError, UnavailableError
+from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.room import SharedRoom
 from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
 from services.tokenizer.images.child import LENGTH, ChildLimits
+from services.tokenizer.images.faults import described
 from services.tokenizer.images.processor import PreparedImage, RefusedImageError, prepared, prepared_video
 from services.tokenizer.images.recent import key_of
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
@@ -65,13 +67,13 @@ FAILED = "could not be decoded because of an error of this server, which was log
 class _Job:
     """An image, and the event loop's future for its result.
 
-    A refusal is a result, too: as the future's exception, it would keep the file until a search for cycles, as its
-    traceback refers to the code that awaits the job.
+    A refusal or failure is a result, too: as the future's exception, it would keep the file until a search for cycles,
+    as its traceback refers to the code that awaits the job.
     """
 
     subject: Subject
     file: ImageFile
-    result: asyncio.Future[PreparedImage | InvalidRequestError]
+    result: asyncio.Future[PreparedImage | PandoError]
 
     @property
     def cost(self) -> int:
@@ -98,6 +100,7 @@ class ImagePool:
             str(limits.cpu_seconds),
         )  # fmt: skip
         self._processor = processor
+        self._cpu_seconds = limits.cpu_seconds
         self._max_values = limits.memory_bytes
         self._max_frames = limits.max_frames
         self._processes = processes
@@ -106,11 +109,11 @@ class ImagePool:
         self._queue: FairQueue[_Job] = FairQueue()
         # Images that are decoded now, those of cancelled requests included.
         self._running: Counter[Subject] = Counter()
+        # When tenants have last sent an image, or had one decoded.
+        self._seen: dict[str, float] = {}
         # Set when a job may have become able to start.
         self._changed = asyncio.Event()
         self._room = SharedRoom(WAITING_PIECES, "waiting for their images", RETRY_AFTER_MS)
-        # When tenants have last sent an image, or had one decoded.
-        self._seen: dict[str, float] = {}
         self._log = get_logger("images")
 
     async def run(self) -> NoReturn:
@@ -148,11 +151,11 @@ class ImagePool:
         jobs = [each for each in wanted if isinstance(each, _Job)]
         metrics.IMAGES_TOTAL.labels("kept").inc(len(wanted) - len(jobs))
         try:
+            if jobs:
+                self._seen[subject.tenant] = time.monotonic()
             for job in jobs:
                 self._queue.add(subject, job, job.cost)
             self._changed.set()
-            if jobs:
-                self._seen[subject.tenant] = time.monotonic()
             images = await self._gathered(wanted, param, max_bytes)
         finally:
             for job in jobs:
@@ -172,11 +175,12 @@ class ImagePool:
         size = 0
         for number, each in enumerate(wanted, 1):
             image = await each.result if isinstance(each, _Job) else each
-            if isinstance(each, _Job) and isinstance(image, InvalidRequestError):
+            if isinstance(each, _Job) and isinstance(image, PandoError):
                 kind = "video" if each.file.is_video else "image"
                 which = f"The {kind}" if len(wanted) == 1 else f"{kind.capitalize()} {number} of {len(wanted)}"
-                raise InvalidRequestError(f"{which} {image}.", param=param)
-            assert not isinstance(image, InvalidRequestError)
+                is_refused = isinstance(image, InvalidRequestError)
+                raise type(image)(f"{which} {image}.", param=param if is_refused else None)
+            assert not isinstance(image, PandoError)
             size += image.pixels.nbytes
             if size > max_bytes:
                 message = (
@@ -192,12 +196,12 @@ class ImagePool:
         while True:
             await asyncio.sleep(EXPIRY_S)
             self._recent.expire()
+            now = time.monotonic()
+            self._seen = {tenant: seen for tenant, seen in self._seen.items() if now - seen < PRESENCE_S}
 
     async def _work(self) -> NoReturn:
         process: DecodingProcess | None = None
         try:
-            now = time.monotonic()
-            self._seen = {tenant: seen for tenant, seen in self._seen.items() if now - seen < PRESENCE_S}
             while True:
                 if process is None:
                     process = await self._started()
@@ -245,11 +249,11 @@ class ImagePool:
         if not self._running[job.subject]:
             del self._running[job.subject]
         self._queue.charge(job.subject, max(0.0, seconds * SECOND_COST - job.cost))
+        self._seen[job.subject.tenant] = time.monotonic()
         self._changed.set()
 
     async def _started(self) -> DecodingProcess:
         while True:
-        self._seen[job.subject.tenant] = time.monotonic()
             try:
                 process = await DecodingProcess.start(self._arguments)
             except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
@@ -269,14 +273,23 @@ class ImagePool:
         except TimeoutError:
             outcome = "abandoned" if job.result.cancelled() else "timeout"
             return self._refuse(job, f"takes longer than {self._timeout_s:g} s to decode", outcome)
-        except (OSError, ValueError, RecursionError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError):
+            return await self._refuse_ended(process, job)
+        except (ValueError, RecursionError):
             return self._refuse(job, CRASHED, "crash")
         except asyncio.CancelledError:
             self._answer(job, UnavailableError("the tokenizer is stopping", retry_after_ms=RETRY_AFTER_MS))
             raise
+        return await self._take(job, answer, values)
+
+    async def _take(self, job: _Job, answer: JsonObject, values: bytes) -> bool:
+        """Answer an image as its process has done; return whether the process can decode another one."""
         if isinstance(answer.get("refusal"), str):
             self._refuse(job, answer["refusal"], "refused")
             return True
+        if isinstance(answer.get("failure"), str):
+            # Replaced, as nothing is known of its state.
+            return self._fail(job, answer["failure"])
         try:
             grid = tuple(map(int, answer["grid"]))
             times = self._times(job.file, answer)
@@ -287,6 +300,8 @@ class ImagePool:
             return True
         except (KeyError, TypeError, ValueError, OverflowError):
             return self._refuse(job, CRASHED, "crash")
+        except Exception as error:  # noqa: BLE001  (others' images go on)
+            return self._fail(job, described(error))
         metrics.IMAGES_TOTAL.labels("prepared").inc()
         self._answer(job, image)
         return True
@@ -310,6 +325,18 @@ class ImagePool:
             raise ValueError(f"{footage}")
         return FrameTimes.chosen(footage, sampling.choose(footage, file.frames_per_second, self._max_frames))
 
+    async def _refuse_ended(self, process: DecodingProcess, job: _Job) -> bool:
+        """Refuse an image during which its process has ended; return False."""
+        status = None
+        try:
+            status = await process.exit_status()
+        finally:
+            if status == -signal.SIGXCPU:
+                self._refuse(job, f"takes more than {self._cpu_seconds:g} s of a processor to decode", "timeout")
+            else:
+                self._refuse(job, CRASHED, "crash")
+        return False
+
     def _refuse(self, job: _Job, problem: str, outcome: str) -> bool:
         if outcome != "refused":
             self._log.warning("images.process_replaced", outcome=outcome, bytes=job.file.size)
@@ -317,7 +344,14 @@ class ImagePool:
         self._answer(job, InvalidRequestError(problem))
         return False
 
-    def _answer(self, job: _Job, result: PreparedImage | InvalidRequestError | UnavailableError) -> None:
+    def _fail(self, job: _Job, reason: str) -> bool:
+        """Answer an image for which its process, or this one, has failed by an error of its own."""
+        self._log.error("images.failed", reason=reason, bytes=job.file.size, is_video=job.file.is_video)
+        metrics.IMAGES_TOTAL.labels("failed").inc()
+        self._answer(job, PandoError(FAILED))
+        return False
+
+    def _answer(self, job: _Job, result: PreparedImage | PandoError) -> None:
         if job.result.done():
             return
         if isinstance(result, UnavailableError):
@@ -413,6 +447,16 @@ class DecodingProcess:
         if not isinstance(answer, dict):
             raise ValueError("an object is expected")
         return answer, await self._read(max_bytes)
+
+    async def exit_status(self) -> int | None:
+        """Wait for a process that has closed its output to end; return the negative number of the signal that ended it.
+
+        None: it does not end soon.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABANDONED_S):
+                await self._process.communicate()
+        return self._process.returncode
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""

@@ -21,6 +21,7 @@ from av.stream import Disposition
 from PIL import Image
 
 from services.tokenizer.images.containers import MATROSKA, MP4, container_of
+from services.tokenizer.images.faults import is_own
 from services.tokenizer.images.processor import RefusedImageError
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage
 
@@ -61,16 +62,16 @@ def open_video(data: bytes, max_pixels: int) -> Iterator[VideoFile]:
     Raises:
         RefusedImageError: it is no video that can be decoded, or damaged; also of what is decoded within the block.
         MemoryError: it takes more memory than there is.
+        Exception: an error of this process, which is not due to the file.
     """
     demuxer = container_of(data)
     try:
         with av.open(BytesIO(data), "r", demuxer, OPTIONS, metadata_errors="replace") as container:
             yield VideoFile(container, max_pixels, len(data))
-    except (RefusedImageError, MemoryError):
-        raise
-    except Exception as error:  # as of pictures
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RefusedImageError(f"is damaged: {reason}") from error
+    except av.FFmpegError as error:
+        if isinstance(error, (MemoryError, av.error.BugError)) or is_own(error):
+            raise
+        raise RefusedImageError(f"is damaged: {error.strerror or error}") from error
 
 
 def sample() -> bytes:
@@ -210,8 +211,8 @@ def _time_of(frame: VideoFrame) -> int:
 
 
 def _video_of(container: InputContainer) -> VideoStream:
-    for stream in container.streams.video:
     others = []
+    for stream in container.streams.video:
         if stream.disposition & Disposition.attached_pic:
             continue
         # None: FFmpeg does not know the codec.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import tracemalloc
 import zlib
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
+from services.tokenizer.images import decode as decoding
 from services.tokenizer.images.decode import decode
 from services.tokenizer.images.processor import RefusedImageError
 from tests.services.tokenizer.images.pictures import file_of, picture
@@ -195,3 +197,24 @@ def test_files_that_are_made_to_exhaust_their_decoder_do_not(data: bytes, words:
         assert tracemalloc.get_traced_memory()[1] < 100 * 1024 * 1024
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_own"),
+    [
+        (ImportError("no file may be opened"), True), (AttributeError("of a program"), True),
+        (OSError(errno.EMFILE, "too many open files"), True), (OSError("broken data stream"), False),
+        (ValueError("of a file"), False),
+    ],
+    ids=["import", "program", "limit", "data", "value"],
+)  # fmt: skip
+def test_errors_that_are_not_of_the_file_are_not_reported_as_damage(
+    error: Exception, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(decoding, "_upright", fail)
+    with pytest.raises(type(error) if is_own else RefusedImageError) as caught:
+        decode(file_of(PICTURE), MAX_PIXELS)
+    assert (caught.value if is_own else caught.value.__cause__) is error

@@ -16,10 +16,11 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
+from structlog.testing import capture_logs
 
-from common.errors import InvalidRequestError, QueueFullError
+from common.errors import InvalidRequestError, PandoError, QueueFullError
 from common.requests import ImageFile
-from common.types import Subject, View
+from common.types import ErrorCode, Subject, View
 from services.tokenizer.images import pool
 from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
@@ -267,18 +268,49 @@ ENDLESS = """
         ("write(b'{\"grid\": [1, 1e999, 2]}'); write(b'')", "crashed"),
         ("write(b'{\"grid\": [1, 2000000000, 2000000000]}'); write(b'')", "crashed"),
         ("write(b'{\"grid\": [1, -2, -2]}'); write(b'')", "crashed"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)", "takes more than 20 s of a processor"),
     ],
-    ids=["endless", "nested", "infinite", "large", "negative"],
+    ids=["endless", "nested", "infinite", "large", "negative", "ended", "out of time"],
 )
-async def test_a_process_that_answers_nonsense_fails_its_image_only(
+async def test_a_process_that_ends_or_answers_nonsense_fails_its_image_only(
     answer: str, words: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
     monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
-    bench = Bench(directory, timeout_s=1.0)
+    bench = Bench(directory, timeout_s=1.0 if answer == ENDLESS else 60.0)
     async with running(bench):
         assert words in await bench.refusal(file_of(picture(30, 30)))
         assert "is of the second process" in await bench.refusal(file_of(picture(30, 30)))
+
+
+async def test_an_error_of_the_decoding_process_is_no_fault_of_the_image(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = "write(b'{\"failure\": \"TypeError: no such thing\"}'); write(b'')"
+    program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
+    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
+    bench, file = Bench(directory), ImageFile(file_of(picture(30, 30)))
+    async with running(bench):
+        with capture_logs() as logged, pytest.raises(PandoError) as caught:
+            await bench.pool.prepare(ADA, [file, file], "messages", MOST_BYTES)
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INTERNAL, None)
+        assert str(caught.value).startswith("Image 1 of 2 could not be decoded because of an error of this server")
+        assert "is of the second process" in await bench.refusal(file.data)
+    failures = [entry for entry in logged if entry["event"] == "images.failed"]
+    assert [entry["reason"] for entry in failures] == ["TypeError: no such thing"]
+
+
+async def test_an_error_outside_of_the_decoding_process_is_no_fault_of_the_image_and_ends_no_pool(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ImageFile(file_of(picture(30, 30)))
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "_prepared", lambda *_: [][0])
+        with pytest.raises(PandoError) as caught:
+            await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)
+    assert caught.value.code is ErrorCode.INTERNAL
+    assert len(await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)) == 1
 
 
 # Notes each file, and answers those that begin with "held" only once MARK exists.
@@ -336,38 +368,6 @@ async def test_images_of_one_user_leave_a_process_to_others(directory: Path, mon
         await asyncio.gather(*slow)
 
 
-async def test_images_of_cancelled_requests_are_not_decoded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = NotedBench(directory, 1, monkeypatch)
-    async with running(bench):
-        first = bench.send(ADA, "held")
-        await until(lambda: bench.noted == ["held"])
-        waiting = bench.send(BOB, "one", "two")
-        await asyncio.sleep(0)
-        waiting.cancel()
-        # The one that is being decoded may end soon; its process is free afterwards.
-        first.cancel()
-        last = bench.send(BOB, "three")
-        bench.mark.touch()
-        assert "is three" in await last
-    assert bench.noted == ["held", "three"]
-
-
-async def test_a_process_is_replaced_if_its_image_is_cancelled_and_takes_long(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = NotedBench(directory, 1, monkeypatch)
-    async with running(bench):
-        first = bench.send(ADA, "held")
-        await until(lambda: bench.noted == ["held"])
-        first.cancel()
-        async with asyncio.timeout(30):  # half of what an image may take here
-            assert "is next" in await bench.send(ADA, "next")
-    assert bench.noted == ["held", "next"]
-
-
-async def test_images_that_take_long_are_charged_to_their_subject(directory: Path) -> None:
-    bench = Bench(directory, processes=1)
-    names = asyncio.gather(
 async def test_users_of_one_tenant_leave_a_process_to_other_tenants(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +401,38 @@ async def test_users_of_one_tenant_have_all_processes_while_there_are_no_others(
         await asyncio.gather(*slow)
 
 
+async def test_images_of_cancelled_requests_are_not_decoded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = NotedBench(directory, 1, monkeypatch)
+    async with running(bench):
+        first = bench.send(ADA, "held")
+        await until(lambda: bench.noted == ["held"])
+        waiting = bench.send(BOB, "one", "two")
+        await asyncio.sleep(0)
+        waiting.cancel()
+        # The one that is being decoded may end soon; its process is free afterwards.
+        first.cancel()
+        last = bench.send(BOB, "three")
+        bench.mark.touch()
+        assert "is three" in await last
+    assert bench.noted == ["held", "three"]
+
+
+async def test_a_process_is_replaced_if_its_image_is_cancelled_and_takes_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = NotedBench(directory, 1, monkeypatch)
+    async with running(bench):
+        first = bench.send(ADA, "held")
+        await until(lambda: bench.noted == ["held"])
+        first.cancel()
+        async with asyncio.timeout(30):  # half of what an image may take here
+            assert "is next" in await bench.send(ADA, "next")
+    assert bench.noted == ["held", "next"]
+
+
+async def test_images_that_take_long_are_charged_to_their_subject(directory: Path) -> None:
+    bench = Bench(directory, processes=1)
+    names = asyncio.gather(
         *(
             bench.pool.prepare(subject, [ImageFile(b"12345678")], "messages", MOST_BYTES)
             for subject in (ADA, ADA, ADA, RIVAL, RIVAL, RIVAL)

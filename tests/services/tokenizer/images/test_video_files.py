@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import random
 import struct
@@ -172,7 +173,7 @@ def test_frames_are_freed_without_a_search_for_cycles() -> None:
         assert 0 < most < COUNT / 4
         assert count(av.VideoFrame) == 0
         # `pytest.raises` would keep the error.
-        with contextlib.suppress(RefusedImageError), open_video(file, MAX_PIXELS) as video:
+        with contextlib.suppress(IndexError), open_video(file, MAX_PIXELS) as video:
             next(video.pictures([COUNT]))
         del video
         assert count(av.VideoCodecContext) == count(av.container.InputContainer) == 0
@@ -237,6 +238,27 @@ def test_the_first_video_is_shown_whose_codec_is_supported() -> None:
     assert refusal(several("mjpeg", "mpeg2video", colour_of_last=128)) == (
         "is coded as mjpeg and mpeg2video; supported are H.264, H.265, VP8, VP9, AV1, MPEG-4 part 2"
     )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("of a program"), KeyError("of a program"), av.error.PermissionError(errno.EPERM, "not permitted"),
+        av.error.BlockingIOError(errno.EAGAIN, "no thread"), av.error.BugError(0, "bug"), MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_errors_that_are_not_of_the_file_are_not_reported_as_damage(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    file = clip_file(clip_pictures(1))
+    monkeypatch.setattr(video_files, "_samples", fail)
+    with pytest.raises(type(error)) as caught:
+        read(file)
+    assert caught.value is error
 
 
 def test_frames_that_are_damaged_are_refused() -> None:
