@@ -110,6 +110,9 @@ class CheckingRunner:
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids
 
+    def return_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return token_ids
+
     def close(self) -> None:
         self.closed = True
 

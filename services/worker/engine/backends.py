@@ -62,6 +62,8 @@ class RunnerOptions:
     """auto, torch, compiled or gpu; auto compiles operators for CPUs, and takes Triton and FlashInfer on GPUs."""
     products: str = "auto"
     """auto, own or onednn; of compiled operators, auto takes what was measured to be faster."""
+    graphs: bool = True
+    """Whether passes on GPUs are captured as CUDA graphs; without, they run program by program, for comparison."""
 
 
 def select_device(options: RunnerOptions) -> torch.device:

@@ -44,8 +44,8 @@ class DecoderMemory:
     device: torch.device
     kv_dtype: torch.dtype
     activation_dtype: torch.dtype
-    # Whether passes overlap, in CUDA graphs, whose padding rows write to a page more.
-    can_overlap: bool
+    # Whether passes run in CUDA graphs, whose padding rows write to a page more.
+    is_captured: bool
     # Of keys and values in FP8.
     scales: tuple[KvScales, ...]
 
@@ -56,7 +56,7 @@ class DecoderMemory:
 
     def pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
         """Allocate; with `window_pages`, layers with a window have so many pages of their own."""
-        window_pages += self.can_overlap if window_pages else 0
+        window_pages += self.is_captured if window_pages else 0
         pool = self._allocate(pages, layout, self.kv_dtype, window_pages)
         return with_scales(pool, self.scales) if self.scales else pool
 
@@ -119,7 +119,7 @@ class DecoderMemory:
         """Return the sizes of the pages of layers with a window; None if they have none of their own."""
         if not pool.window_pages:
             return None
-        pages = pool.window_pages - self.can_overlap
+        pages = pool.window_pages - self.is_captured
         return WindowPool(pages, self._window, sum(self._is_local), pool.window_bytes_per_token)
 
     def _allocate(self, pages: int, layout: KvLayout, dtype: torch.dtype, window_pages: int = 0) -> KvPool:

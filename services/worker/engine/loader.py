@@ -58,7 +58,7 @@ from services.worker.engine.parallel.expert_exchange import exchange_with
 from services.worker.engine.parallel.expert_group import ExpertGroup, join_ranks, left_on_error
 from services.worker.engine.parallel.expert_load import check_experts, count_experts
 from services.worker.engine.parallel.shards import ModelShard, Span, are_cut_alike, shard_model, shards_of
-from services.worker.engine.parallel.stages import check_stages, layers_of_stages
+from services.worker.engine.parallel.stages import check_stages, kept_bytes, layers_of_stages
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 from services.worker.engine.pooler_heads import read_pooler_head
 from services.worker.engine.quantization.fp8 import FP8
@@ -212,12 +212,12 @@ class DecoderLoader:
         head = self._pooler_head()
         if self._kv_dtype == FP8:
             self._kv_scales = self._find_kv_scales(model, context)
-        self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
+        self._report(0.98, "measuring memory" if self._is_captured else "allocating the KV pool")
         reserve = self._reserve(model, context) + self._slots_bytes()
         memory, free = self._memory, (free_before, self._free_memory())
         pages, window_pages = (group.minimum(count) for count in memory.count_pages(context, free, reserve))
         # One page more than granted ones: padding rows of captured batches write there.
-        pool = memory.pool(pages + self._can_overlap, model.kv_layout, window_pages)
+        pool = memory.pool(pages + self._is_captured, model.kv_layout, window_pages)
         if config.recurrent is not None:
             # Ranks with other numbers of heads count others.
             pool = replace(pool, states=memory.states(group.minimum(memory.count_snapshots(pages))))
@@ -234,8 +234,8 @@ class DecoderLoader:
             form = page_form_of(pool, model.kv_layout, self._shapes[0], self._shard.kv_heads, config.kv_heads)
         runner = ModelRunner(
             model, pool, capacity, group, activation_dtype=self._backend.kernels.activation_dtype, form=form,
-            can_overlap=self._can_overlap, host_pool=host_pool, head=head, adapters=self._shelf(), vision=self._vision,
-            read_again=partial(_read_again, spec, self._options),
+            is_captured=self._is_captured, host_pool=host_pool, head=head, adapters=self._shelf(), vision=self._vision,
+            read_again=partial(_read_again, spec, self._options), hidden_size=config.hidden_size,
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
@@ -253,7 +253,7 @@ class DecoderLoader:
             self._report(0.0, "waiting for the other ranks")
         shape = ExchangeShape(dtype, config.hidden_size, spec.max_rows, config.vocabulary_size)
         alike = config, self._dtype, dtype, self._held_format
-        group = join_ranks(spec, self._device, shape if self._may_overlap else None, alike=alike)
+        group = join_ranks(spec, self._device, shape if self._may_be_captured else None, alike=alike)
         self._expert_group = group if isinstance(group, ExpertGroup) else None
         return group
 
@@ -412,7 +412,7 @@ class DecoderLoader:
         self._report(0.97, "comparing attention")
         pool = self._memory.unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout)
         model.check(pool)
-        if self._may_overlap:
+        if self._may_be_captured:
             obstacle = model.obstacle_to_graphs(pool)
             self._can_be_captured = obstacle is None
             if obstacle is not None:
@@ -425,7 +425,7 @@ class DecoderLoader:
     def _memory(self) -> DecoderMemory:
         return DecoderMemory(
             self._spec, self._config, self._layers, self._shapes, len(self._shard.state_heads or ()), self._device,
-            self._kv_dtype, self._backend.kernels.activation_dtype, self._can_overlap, self._kv_scales,
+            self._kv_dtype, self._backend.kernels.activation_dtype, self._is_captured, self._kv_scales,
         )  # fmt: skip
 
     def _pooler_head(self) -> PoolerHead | None:
@@ -465,15 +465,15 @@ class DecoderLoader:
         return self._head is None and (is_there or not self._only_embeds)
 
     @property
-    def _can_overlap(self) -> bool:
-        """Whether passes overlap, in CUDA graphs; known once the model is loaded."""
-        return self._may_overlap and self._can_be_captured
+    def _is_captured(self) -> bool:
+        """Whether passes run in CUDA graphs; known once the model is loaded."""
+        return self._may_be_captured and self._can_be_captured
 
     @property
-    def _may_overlap(self) -> bool:
-        # Overlapped passes sample. Between groups, the host has to know how many tokens ranks exchange.
-        is_captured = self._spec.stages == self._spec.data_parallel_size == 1
-        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary and is_captured
+    def _may_be_captured(self) -> bool:
+        # Captured passes sample. Between groups, the host has to know how many tokens ranks exchange.
+        may_be = self._options.graphs and self._spec.data_parallel_size == 1
+        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary and may_be
 
     @property
     def _shapes(self) -> tuple[AttentionShape, AttentionShape]:
@@ -516,9 +516,10 @@ class DecoderLoader:
         # A rank may get the tokens of all groups that share experts.
         of_all = replace(spec, max_step_tokens=spec.max_step_tokens * spec.data_parallel_size)
         estimate = activation_reserve(of_all, self._config, element_bytes) + encoder
-        if not self._can_overlap or spec.device_pages is not None:
+        if not self._is_captured or spec.device_pages is not None:
             return estimate
         peak = measured_pass(model, spec, self._config, self._memory, context) + encoder
+        peak += kept_bytes(spec, self._config.hidden_size, element_bytes)
         log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
         # The host's sampler copies logits; the device's has tables.
         vocabulary_size = self._config.vocabulary_size

@@ -57,7 +57,7 @@ class ModelRunner:
 
     def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
-        *, activation_dtype: torch.dtype, form: PageForm | None, can_overlap: bool = False,
+        *, activation_dtype: torch.dtype, form: PageForm | None, is_captured: bool = False, hidden_size: int,
         host_pool: HostPool | None = None, head: PoolerHead | None = None, adapters: AdapterShelf | None = None,
         vision: VisionEncoder | None = None, read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
@@ -70,8 +70,10 @@ class ModelRunner:
         self.capacity = capacity
         self.device = torch.device(capacity.device)
         self.activation_dtype = activation_dtype
-        # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
-        self.can_overlap = can_overlap
+        # Of the residual stream.
+        self.hidden_size = hidden_size
+        # Whether passes are captured: nothing of the model waits for the device, and there is a page for padding.
+        self.is_captured = is_captured
         # The model's classification head.
         self.head = head
         # The encoder of images beside the decoder; None: there is none, or it is not to be used.
@@ -226,12 +228,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's `token_ids` on every rank of this stage, and send them to the stages before.
+        """Return rank 0's `token_ids` on every rank of this stage.
 
         The other ranks pass a tensor of the same shape and type, on `device`; its content is replaced.
         """
-        if self.group.links.stages == 1:
-            return self.group.broadcast(token_ids)
+        return self.group.broadcast(token_ids)
+
+    @torch.inference_mode()
+    def return_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Do the same over the host, and send the tokens to the stages before; see `StageLinks`."""
         return self.group.links.return_tokens(token_ids)
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity
     from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.execution.device_sampler import DeviceSampler
+    from services.worker.engine.execution.stage_ends import NoEnds, StageEnds
     from services.worker.engine.plans.rows import RowIndices
 
 
@@ -63,11 +64,13 @@ class DecodeGraph:
     """Everything a pass of `size` rows reads and writes, at fixed addresses."""
 
     def __init__(
-        self, size: int, rows: DeviceBatch, runner: OverlappedModel, sampler: DeviceSampler, *, has_adapters: bool
-    ) -> None:
+        self, size: int, rows: DeviceBatch, runner: OverlappedModel, sampler: DeviceSampler | None,
+        ends: StageEnds | NoEnds, *, has_adapters: bool,
+    ) -> None:  # fmt: skip
         """Allocate; ranks whose `sampler` does not sample receive the tokens by `runner.broadcast_tokens`.
 
-        With `has_adapters`, passes are captured with the products of adapters and without them.
+        Without `sampler`, a later stage samples, and nothing is chosen here. With `has_adapters`, passes are captured
+        with the products of adapters and without them.
         """
         device = rows.cells.device
         self.size = size
@@ -80,6 +83,7 @@ class DecodeGraph:
         self._page_size = runner.capacity.page_size
         self._runner = runner
         self._sampler = sampler
+        self._ends = ends
         self._batch = ForwardBatch(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
@@ -96,6 +100,7 @@ class DecodeGraph:
             window_slots=None if rows.window_table is None else torch.zeros(size, dtype=torch.int64, device=device),
             # Padding rows have the slot after those of all rows.
             states=StateSlots(self.slots),
+            stage=ends.buffers(size),
         )
         self._adapters = torch.full((size,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._adapted = replace(self._batch, adapters=self._adapters) if has_adapters else None
@@ -125,12 +130,14 @@ class DecodeGraph:
         return self._order
 
     def compute(self) -> None:
-        """Run the model."""
+        """Run the model; stages receive their input before, and send their output afterwards."""
+        self._ends.receive(self._members.size)
         if self._is_adapted:
             if not self._replay("compute adapted"):
                 self._compute_adapted()
         elif not self._replay("compute"):
             self._compute()
+        self._ends.send(self._members.size)
 
     def choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:
         """Sample, compute log probabilities if `with_logprobs`, and append the tokens to the rows."""
@@ -139,6 +146,7 @@ class DecodeGraph:
 
     def take_tokens(self, token_ids: torch.Tensor, *, counts: bool) -> None:
         """Append tokens that were sampled elsewhere, [size] int32; `counts` if any row has penalties."""
+        assert self._sampler is not None, "earlier stages learn tokens on the host"
         self.token_ids.copy_(token_ids)
         self._sampler.append(self.slots, self.token_ids, counts=counts)
 
@@ -153,15 +161,7 @@ class DecodeGraph:
 
     def capture(self, pool: Any) -> None:  # torch does not export the type
         """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
-        choices = [(mode, with_logprobs) for mode in SamplingMode for with_logprobs in (False, True)]
-        runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]
-        runs += [
-            (_name(mode, with_logprobs=with_logprobs), partial(self._choose, mode, with_logprobs=with_logprobs))
-            for mode, with_logprobs in choices
-        ]
-        if self._adapted is not None:
-            runs.append(("compute adapted", self._compute_adapted))
-        for name, run in runs:
+        for name, run in self._captured_runs():
             run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -169,6 +169,19 @@ class DecodeGraph:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 run()
             self._graphs[name] = graph
+
+    def _captured_runs(self) -> list[tuple[str, Callable[[], None]]]:
+        """Return what becomes a graph of its own, in this order."""
+        modes = () if self._sampler is None else tuple(SamplingMode)
+        choices = [(mode, with_logprobs) for mode in modes for with_logprobs in (False, True)]
+        runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]
+        runs += [
+            (_name(mode, with_logprobs=with_logprobs), partial(self._choose, mode, with_logprobs=with_logprobs))
+            for mode, with_logprobs in choices
+        ]
+        if self._adapted is not None:
+            runs.append(("compute adapted", self._compute_adapted))
+        return runs
 
     def _replay(self, name: str) -> bool:
         graph = self._graphs.get(name)
@@ -199,6 +212,7 @@ class DecodeGraph:
         return self._runner.compute(batch)
 
     def _choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:
+        assert self._sampler is not None, "only the last stage chooses"
         if self._sampler.chooses:
             self._sampler.choose(self.logits, self.slots, self.token_ids, mode)
             if with_logprobs:

@@ -18,8 +18,8 @@ from services.worker.engine.uploads import to_device
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from common.steps import RowOpen, StepPlan
-    from services.worker.engine.plans.rows import RowStates
+    from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 _PAGES = row_state.PAGES.value
 
@@ -50,6 +50,18 @@ class DeviceBatch:
         self._places: list[NDArray[np.int32]] = []
         self._values: list[NDArray[np.int32]] = []
 
+    @classmethod
+    def of(cls, spec: EngineSpec, capacity: EngineCapacity, device: torch.device) -> DeviceBatch:
+        """Return the state of all rows of an engine; each pool has a page more than `capacity` says, for padding."""
+        return cls(
+            spec.max_rows,
+            -(-capacity.max_context // capacity.page_size),
+            padding_page=capacity.device_pages,
+            vocabulary_size=capacity.vocabulary_size,
+            device=device,
+            window_padding_page=capacity.window_pool.pages if capacity.window_pool else None,
+        )
+
     @property
     def page_table(self) -> torch.Tensor:
         """[slots, table_width] int32, a view."""
@@ -74,6 +86,13 @@ class DeviceBatch:
                 changed[row] = min(changed.get(row, first), first)
         for row, first in changed.items():
             self._write_pages(row, first, rows)
+
+    def set_tokens(self, slots: RowIndices, rows: RowStates) -> None:
+        """Queue lengths and last tokens of rows `slots`, which the host knows: passes here do not append them."""
+        lengths = rows.lengths[slots]
+        lines = (slots * self.cells.shape[1]).astype(np.int32)
+        self._places += [lines + row_state.LENGTH.value, lines + row_state.LAST_TOKEN.value]
+        self._values += [lengths.astype(np.int32), rows.token_ids[slots, lengths - 1]]
 
     def upload(self) -> None:
         """Send the queued changes; later launches see them."""

@@ -69,7 +69,7 @@ class LaunchedLogprobs:
 
 
 class DeviceSampler:
-    """Samples on the device. Ranks other than 0 take the same decisions, and append the tokens that rank 0 sampled."""
+    """Samples on the device. Ranks that do not sample take the same decisions, and append the same tokens."""
 
     def __init__(self, spec: EngineSpec, rows: DeviceBatch, table: SamplingTable) -> None:
         """Sample for `rows`, whose parameters are in `table`; all memory is allocated here."""
@@ -80,7 +80,7 @@ class DeviceSampler:
         self._is_beyond = np.zeros(spec.max_rows, np.bool_)
         self._bans_sequences = np.zeros(spec.max_rows, np.bool_)
         self._processors: DeviceLogitsProcessors | None = None
-        if spec.rank != 0:
+        if not spec.samples:
             return
         self._processors = DeviceLogitsProcessors(spec.max_rows, vocabulary_size, device)
         self._chooser = TokenChooser(spec.max_rows, vocabulary_size, device)

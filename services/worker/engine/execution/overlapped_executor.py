@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from services.worker.engine.execution.cuda_graphs import CudaGraphs
-from services.worker.engine.execution.decode_graphs import DecodeGraph, OverlappedModel, decode_capture_sizes
 from services.worker.engine.execution.device_batch import DeviceBatch
 from services.worker.engine.execution.device_sampler import DeviceSampler, LaunchedLogprobs
 from services.worker.engine.execution.interface import OutOfMemoryError
 from services.worker.engine.execution.out_of_memory import compute_in_parts, is_out_of_memory
+from services.worker.engine.execution.pass_graphs import PassGraphs
 from services.worker.engine.execution.pass_output import NO_ROWS, PassOutput
-from services.worker.engine.execution.piecewise_graphs import (
-    UNIT,
-    PiecewiseGraph,
-    largest_worthwhile_size,
-    piecewise_capture_sizes,
-)
 from services.worker.engine.execution.pooler import Pooler, encoded, with_pooled
+from services.worker.engine.execution.stage_ends import NoEnds
 from services.worker.engine.execution.synchronous_executor import to_device as batch_to_device
 from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
 from services.worker.engine.plans.drafts import NO_TOKEN, split_tokens, verify
@@ -42,15 +35,14 @@ if TYPE_CHECKING:
 
     from common.steps import EngineSpec, StepPlan
     from common.types import RowSlot, TokenIds, TokenLogprob
+    from services.worker.engine.execution.decode_graphs import OverlappedModel
+    from services.worker.engine.execution.stage_ends import StageEnds
     from services.worker.engine.grammars.row_masks import RowMasks
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.vision.row_images import RowImages
 
 log = logging.getLogger(__name__)
-
-# Time limits at start-up for capturing decode graphs and piecewise graphs.
-_DECODE_BUDGET_S, _PROMPT_BUDGET_S = 45.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +89,11 @@ class _Part:
 class OverlappedExecutor:
     """Decode passes replay CUDA graphs, passes with few prompt tokens piecewise ones; others run kernel by kernel."""
 
-    def __init__(self, runner: OverlappedModel, spec: EngineSpec) -> None:
-        """Use `runner`, with rows as `spec` says."""
+    def __init__(self, runner: OverlappedModel, spec: EngineSpec, ends: StageEnds | NoEnds | None = None) -> None:
+        """Use `runner`, with rows as `spec` says; `ends` are those of its stage, if it is the last of several."""
         capacity, device = runner.capacity, runner.device
         self._runner = runner
-        self._is_first = spec.rank == 0
+        self._is_first = spec.samples
         self._samples_apart = spec.deterministic
         self._is_shared = spec.world_size > 1
         # A pass that has advanced some recurrent states cannot be computed again in parts.
@@ -111,22 +103,9 @@ class OverlappedExecutor:
         self._pooler = Pooler()
         # Those of the rows; None: the model sees none.
         self._images: RowImages | None = None
-        self._rows = DeviceBatch(
-            spec.max_rows,
-            -(-capacity.max_context // capacity.page_size),
-            padding_page=capacity.device_pages,
-            vocabulary_size=capacity.vocabulary_size,
-            device=device,
-            window_padding_page=capacity.window_pool.pages if capacity.window_pool else None,
-        )
+        self._rows = DeviceBatch.of(spec, capacity, device)
         self._sampler = DeviceSampler(spec, self._rows, self._table)
-
-        def make(size: int) -> DecodeGraph:
-            return DecodeGraph(size, self._rows, runner, self._sampler, has_adapters=spec.adapter_slots > 0)
-
-        self._decode_passes = CudaGraphs(decode_capture_sizes(spec.max_rows), make)
-        self._max_step_tokens = spec.max_step_tokens
-        self._prompt_passes: CudaGraphs[PiecewiseGraph] = CudaGraphs((), self._make_prompt_pass)
+        self._graphs = PassGraphs(runner, spec, self._rows, self._sampler, ends or NoEnds())
 
     def use_grammars(self, grammars: RowMasks | None) -> None:
         """Hold rows to their grammars from now on."""
@@ -138,16 +117,7 @@ class OverlappedExecutor:
 
     def capture(self, report: Callable[[float], None]) -> None:
         """Capture passes as graphs."""
-        pool, agree = torch.cuda.graph_pool_handle(), self._runner.agree if self._is_shared else None
-        # Ranks must capture the same passes, since these contain collectives.
-        budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
-        self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
-        most = largest_worthwhile_size(self._max_step_tokens, self._make_prompt_pass, pool, agree)
-        self._prompt_passes = CudaGraphs(piecewise_capture_sizes(most), self._make_prompt_pass, UNIT)
-        self._prompt_passes.capture(lambda share: report(0.8 + 0.2 * share), budgets[1], pool, agree)
-
-    def _make_prompt_pass(self, size: int) -> PiecewiseGraph:
-        return PiecewiseGraph(size, self._rows, self._runner)
+        self._graphs.capture(report)
 
     def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         """Copy a plan's changes; see `OverlappedPassExecutor`."""
@@ -179,7 +149,7 @@ class OverlappedExecutor:
         return self._launch_parts(rows, forward, catch_up)
 
     def _launch_decoding(self, rows: RowStates, members: RowIndices, catch_up: Callable[[], None]) -> LaunchedOutput:
-        one = self._decode_passes.of(members.size)
+        one = self._graphs.decode(members.size)
         order = one.take(members, rows.lengths[members], rows.adapters[members])
         # Allocated before tokens are appended: no operation that can fail may follow that.
         host = self._host_memory(one.size)
@@ -342,7 +312,7 @@ class OverlappedExecutor:
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
         adapters = batch.sampled_adapters
         is_plain = adapters is None and batch.images is None and batch.coordinates is None
-        captured = self._prompt_passes.captured(batch.token_ids.shape[0]) if is_plain else None
+        captured = self._graphs.prompt(batch.token_ids.shape[0]) if is_plain else None
         if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()
         hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from services.worker.engine.plans.rows import NOTHING_FOLLOWS, FollowingTokens, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.steps import StepResult
     from common.types import TokenIds, TokenLogprob
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowIndices
@@ -46,6 +47,28 @@ class PassOutput:
 def failures(rows: RowIndices) -> tuple[RowStop, ...]:
     """Return the stops of rows for which memory did not suffice."""
     return tuple(RowStop(RowSlot(row), FinishReason.ERROR) for row in rows.tolist())
+
+
+def with_tokens(
+    result: StepResult, forward: ForwardPass, sampled: PassOutput, stops: tuple[RowStop, ...]
+) -> StepResult:
+    """Return the result of a pass with what its rows got, as the rank that samples reports it."""
+    rows, token_ids = forward.sampled_rows, sampled.token_ids
+    if sampled.failed.size:
+        has_token = ~np.isin(rows, sampled.failed)
+        rows, token_ids = rows[has_token], token_ids[has_token]
+    return replace(
+        result,
+        rows=rows.astype(np.int32),
+        token_ids=token_ids,
+        stops=stops,
+        logprobs=sampled.logprobs,
+        embeddings=sampled.embeddings,
+        accepted_rows=sampled.accepted.rows.astype(np.int32),
+        accepted_token_ids=sampled.accepted.token_ids,
+        forced_rows=sampled.forced.rows.astype(np.int32),
+        forced_token_ids=sampled.forced.token_ids,
+    )
 
 
 def join(forward: ForwardPass, parts: Sequence[PassOutput], failed: RowIndices) -> PassOutput:

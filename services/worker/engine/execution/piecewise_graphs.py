@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from services.worker.engine.execution.cuda_graphs import CudaGraphs, has_memory
+from services.worker.engine.execution.stage_ends import NoEnds
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
     from services.worker.engine.execution.decode_graphs import OverlappedModel
     from services.worker.engine.execution.device_batch import DeviceBatch
+    from services.worker.engine.execution.stage_ends import StageEnds
     from services.worker.engine.model.batch import Attend
 
 # The unit of capture sizes, for the log.
 UNIT = "prompt tokens"
-_MOST_TOKENS = 4096
+MOST_TOKENS = 4096
 
 
 def piecewise_capture_sizes(most: int) -> tuple[int, ...]:
@@ -34,7 +36,7 @@ def piecewise_capture_sizes(most: int) -> tuple[int, ...]:
     sizes = [16, 32, 48, *range(64, 257, 32)]
     for first in (256, 512, 1024, 2048):
         sizes += range(first + first // 4, 2 * first + 1, first // 4)
-    return tuple(size for size in sizes if size <= min(most, _MOST_TOKENS))
+    return tuple(size for size in sizes if size <= min(most, MOST_TOKENS))
 
 
 def largest_worthwhile_size(
@@ -46,7 +48,7 @@ def largest_worthwhile_size(
     as `OverlappedModel` has it.
     """
     most = min(256, max_step_tokens)
-    for size in (512, 1024, 2048, _MOST_TOKENS):
+    for size in (512, 1024, 2048, MOST_TOKENS):
         if size > max_step_tokens:
             break
         # Captured as it will be later: lack of memory ends the search, and other errors are raised.
@@ -82,11 +84,14 @@ class _Deferred:
 class PiecewiseGraph:
     """A pass of up to `size` tokens, of rows that decode and chunks of prompts."""
 
-    def __init__(self, size: int, rows: DeviceBatch, runner: OverlappedModel) -> None:
-        """Allocate its input."""
+    def __init__(
+        self, size: int, rows: DeviceBatch, runner: OverlappedModel, ends: StageEnds | NoEnds | None = None
+    ) -> None:
+        """Allocate its input, but what enters at `ends`; None: the model is whole."""
         device, capacity = rows.cells.device, runner.capacity
         self.size = size
         self._runner = runner
+        self._ends = ends or NoEnds()
         window = capacity.window_pool
         # KV of padding is written to the page after the last one of each pool.
         self._padding_slot = capacity.device_pages * capacity.page_size
@@ -105,6 +110,7 @@ class PiecewiseGraph:
             window_table=None if rows.window_table is None else rows.window_table[:1],
             window_slots=torch.full((size,), self._window_padding_slot, device=device) if window else None,
             defer=self._defer,
+            stage=self._ends.buffers(size),
         )
         self._pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -115,7 +121,9 @@ class PiecewiseGraph:
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """Run `batch`, which has at most `size` tokens; see `OverlappedModel.hidden_states`."""
+        tokens = batch.token_ids.shape[0]
         self._take(batch)
+        self._ends.receive(tokens)
         kinds = (batch, batch.in_window())
         if self._graphs:
             *graphs, last = self._graphs
@@ -127,7 +135,9 @@ class PiecewiseGraph:
             self._kinds = kinds
             self._hidden = self._runner.hidden_states(self._batch)
             self._kinds = None
-        return self._hidden[batch.sample_indices]
+        self._ends.send(tokens)
+        # A stage that is not the last one returns none.
+        return self._hidden[batch.sample_indices] if len(self._hidden) else self._hidden
 
     def saves_time(self) -> bool:
         """Whether the host launches the model's programs, but attention, for longer than the device computes them.
@@ -165,7 +175,7 @@ class PiecewiseGraph:
                 self._is_recording = False
                 self._graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self._hidden = _unowned(hidden)
+        self._hidden = _unowned(hidden) if len(hidden) else hidden
 
     def release(self) -> None:
         """Drop the captured graphs."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from common.steps import StepPlan
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.parallel.stages import PendingTokens
     from services.worker.engine.plans.passes import ForwardPass
@@ -42,6 +43,11 @@ class LaunchedPass:
     drafted: NDArray[np.int64]
     tokens: PendingTokens
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.tokens.is_ready
+
     def wait(self) -> PassOutput:
         """Return the tokens, as `SynchronousExecutor` reads them."""
         values = self.tokens.wait().numpy().astype(np.int32)
@@ -53,13 +59,15 @@ class LaunchedPass:
 
 
 class StagedExecutor:
-    """Launches passes with a model runner."""
+    """Launches passes with a model runner; see `StagePassExecutor`."""
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
 
+    def mirror(self, plan: StepPlan, rows: RowStates) -> None:
+        """Do nothing: every pass gathers what it needs from the rows."""
+
     def launch(self, rows: RowStates, forward: ForwardPass) -> LaunchedPass:
-        """Compute this stage's part of a pass, which has at least one row."""
         slots, drafted = forward.sampled_rows, forward.drafted
         shape = returned_shape(slots, drafted, rows.jump_room(slots))
         self._runner.forward(to_device(gather(rows, forward), self._runner.device))

@@ -59,7 +59,10 @@ class Runner(Protocol):
         """
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's `token_ids` on every rank."""
+        """Return rank 0's `token_ids` on every rank of this stage."""
+
+    def return_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Do the same, and send the tokens to the stages before, of which there are some."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -105,7 +108,7 @@ class SynchronousExecutor:
         slots = forward.sampled_rows
         if slots.size == 0:
             if self._has_earlier_stages:
-                self._runner.broadcast_tokens(torch.zeros(1, 1, dtype=torch.int64))
+                self._runner.return_tokens(torch.zeros(1, 1, dtype=torch.int64))
             return PassOutput(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
         room, drafted = rows.jump_room(slots), forward.drafted
         if self._rank == 0:
@@ -114,7 +117,8 @@ class SynchronousExecutor:
         else:
             block = empty_token_block(slots, drafted, room, self._runner.device)
             samples = Samples(block)
-        values = self._runner.broadcast_tokens(block).cpu().numpy().astype(np.int32)
+        share = self._runner.return_tokens if self._has_earlier_stages else self._runner.broadcast_tokens
+        values = share(block).cpu().numpy().astype(np.int32)
         width = 1 + int(drafted.max())
         chosen, accepted = split_tokens(values[:, :width], slots)
         forced = following_of(values[:, width:], slots)

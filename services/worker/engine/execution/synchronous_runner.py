@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from services.worker.engine.execution.interface import PassAbandonedError, never_overtaken
-from services.worker.engine.execution.pass_output import PassOutput, failures
+from services.worker.engine.execution.pass_output import PassOutput, failures, with_tokens
 from services.worker.engine.plans.passes import NO_CHUNKS, Chunks, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.saved_states import SavedStates
@@ -113,7 +110,7 @@ class SynchronousRunner:
             )
             for part in partial_results(plan.step_id, substep, sampled.prompt_logprobs):
                 emit(part)
-            emit(self._with_tokens(result, forward, sampled, stops) if self._reports_tokens else result)
+            emit(with_tokens(result, forward, sampled, stops) if self._reports_tokens else result)
             if last:
                 return
             started = ended
@@ -174,27 +171,6 @@ class SynchronousRunner:
         self.rows.stop(sampled.failed)
         failed = set(sampled.failed.tolist())
         return (*(stop for stop in stops if stop.row not in failed), *failures(sampled.failed))
-
-    @staticmethod
-    def _with_tokens(
-        result: StepResult, forward: ForwardPass, sampled: PassOutput, stops: tuple[RowStop, ...]
-    ) -> StepResult:
-        rows, token_ids = forward.sampled_rows, sampled.token_ids
-        if sampled.failed.size:
-            has_token = ~np.isin(rows, sampled.failed)
-            rows, token_ids = rows[has_token], token_ids[has_token]
-        return replace(
-            result,
-            rows=rows.astype(np.int32),
-            token_ids=token_ids,
-            stops=stops,
-            logprobs=sampled.logprobs,
-            embeddings=sampled.embeddings,
-            accepted_rows=sampled.accepted.rows.astype(np.int32),
-            accepted_token_ids=sampled.accepted.token_ids,
-            forced_rows=sampled.forced.rows.astype(np.int32),
-            forced_token_ids=sampled.forced.token_ids,
-        )
 
 
 def _checkpoint(is_overtaken: IsOvertaken) -> Checkpoint:

@@ -16,14 +16,12 @@ from services.worker.engine.encoder.runner import EncoderExecutor, EncoderRunner
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import OutOfMemoryError, ProgressReport
 from services.worker.engine.execution.out_of_memory import is_out_of_memory
-from services.worker.engine.execution.overlapped_runner import OverlappedRunner
 from services.worker.engine.execution.staged_executor import StagedExecutor
 from services.worker.engine.execution.staged_runner import StagedRunner
 from services.worker.engine.execution.synchronous_executor import Runner, SynchronousExecutor
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.engine.measuring.warm_up import warm_up
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
@@ -37,9 +35,10 @@ if TYPE_CHECKING:
     from common.steps import ExpertLoad
     from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.backends import RunnerOptions
+    from services.worker.engine.execution.captured_model import CapturedExecutor
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
     from services.worker.engine.execution.interface import PassCalls
-    from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
+    from services.worker.engine.execution.overlapped_runner import OverlappedRunner
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.device_pages import DevicePages
     from services.worker.engine.host_tier.peer_copies import PeerCopies
@@ -98,7 +97,8 @@ def prepare_model(
 class TorchModel:
     """A decoder or an encoder; see `LoadedModel`.
 
-    A decoder on a GPU whose passes can overlap gets the overlapped runner, every other model the synchronous one.
+    A decoder on a GPU whose passes are captured gets the runner of `captured_model.py`; every other model gets the
+    synchronous one, or that of stages which do not sample.
     """
 
     def __init__(
@@ -114,15 +114,16 @@ class TorchModel:
         self._library = library
         self._warmer: DeviceWarmer | None = None
         self._has_warned_of_cpu = False
-        self._executor: OverlappedExecutor | None = None
-        self._overlaps = False
+        # None: passes are not captured, or this rank sleeps.
+        self._executor: CapturedExecutor | None = None
+        self._is_captured = False
         self._asleep: set[SleepPart] = set()
         self.encoder = None
         # Of the last runner.
         self.images: RowImages | None = None
-        if isinstance(runner, ModelRunner) and runner.can_overlap:
-            self._overlaps = True
-            self._executor = _overlapped_executor(runner, spec, report)
+        if isinstance(runner, ModelRunner) and runner.is_captured:
+            self._is_captured = True
+            self._executor = _capture(runner, spec, report)
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -135,7 +136,7 @@ class TorchModel:
         """
         capacity = self.runner.capacity
         is_decoder = not isinstance(self.runner, EncoderRunner)
-        is_synchronous_decoder = is_decoder and not self._overlaps
+        is_synchronous_decoder = is_decoder and not self._is_captured
         generates = is_decoder and not capacity.only_pools
         has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
         jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
@@ -212,16 +213,17 @@ class TorchModel:
         images = self.images = self._row_images()
         transfers, is_first, grammars = self.runner.transfers, spec.samples, self._row_masks()
         states = self.runner.states if isinstance(self.runner, ModelRunner) else None
+        if self._executor is not None:
+            # Imported here because it needs Triton.
+            from services.worker.engine.execution.captured_model import make_runner
+
+            return make_runner(
+                self._executor, rows, limits, transfers=transfers, states=states, reports_tokens=is_first,
+                grammars=grammars, adapters=self.adapters, images=images,
+            )  # fmt: skip
         if not spec.is_last_stage:
             assert isinstance(self.runner, ModelRunner), "other models run in one stage"
             return StagedRunner(rows, limits, StagedExecutor(self.runner), transfers=transfers, states=states)
-        if self._executor is not None:
-            self._executor.use_grammars(grammars)
-            self._executor.use_images(images)
-            return OverlappedRunner(
-                rows, limits, self._executor, transfers=transfers, states=states, reports_tokens=is_first,
-                adapters=self.adapters, images=images,
-            )  # fmt: skip
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         # A pass that has advanced some of the states cannot be computed again in parts.
         is_final = not spec.is_alone or capacity.recurrent_states is not None
@@ -278,8 +280,8 @@ class TorchModel:
         self._asleep.difference_update(parts)
         if self._asleep:
             return False
-        if self._overlaps and isinstance(self.runner, ModelRunner):
-            self._executor = _overlapped_executor(self.runner, self._spec, report)
+        if self._is_captured and isinstance(self.runner, ModelRunner):
+            self._executor = _capture(self.runner, self._spec, report)
         return True
 
     def close(self) -> None:
@@ -307,15 +309,11 @@ class TorchModel:
         return RowMasks(self._library, capacity.vocabulary_size)
 
 
-def _overlapped_executor(runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> OverlappedExecutor:
+def _capture(runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> CapturedExecutor:
     # Imported here because it needs Triton.
-    from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
+    from services.worker.engine.execution.captured_model import capture
 
-    with torch.inference_mode():
-        executor = OverlappedExecutor(runner, spec)
-        executor.capture(lambda share: report(0.99 + 0.01 * share, "capturing graphs"))
-        warm_up(executor, runner.capacity, spec, runner.adapters.slots if runner.adapters else 0)
-    return executor
+    return capture(runner, spec, report)
 
 
 class DeviceWarmer:

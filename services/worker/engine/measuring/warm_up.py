@@ -11,12 +11,16 @@ import numpy as np
 
 from common.steps import NO_PAGES, PrefillChunk, RowOpen, StepPlan
 from common.types import AdapterSlot, RequestId, RowSlot, SamplingParams, StepId
-from services.worker.engine.execution.overlapped_runner import OverlappedPassExecutor, OverlappedRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import EngineCapacity, EngineSpec
+    from services.worker.engine.execution.engine import PlanRunner
+
+    MakeRunner = Callable[[RowStates, PlanLimits], PlanRunner]
 
 _PROMPT = 8
 # A plain row, one with filters, and one with logits processors and log probabilities.
@@ -31,18 +35,17 @@ _GROWTH = 16
 _SHORTEST_ALONE = 32
 
 
-def warm_up(
-    executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec, adapter_slots: int = 0
-) -> None:
+def warm_up(make_runner: MakeRunner, capacity: EngineCapacity, spec: EngineSpec, adapter_slots: int = 0) -> None:
     """Run prompts beside ever more decoding rows, then ever longer prompts, as far as rows, pages and steps allow.
 
-    With slots of adapters, a short prompt and one as long as a step then use one, which is empty.
+    With slots of adapters, a short prompt and one as long as a step then use one, which is empty. Ranks of a group do
+    so at the same time, and compute the same passes.
 
     What this leaves in the first pages was never anybody's, and is written over before it is read.
     """
     if capacity.max_context < _PROMPT + _GROWTH or spec.max_step_tokens < _PROMPT + len(_SAMPLING):
         return
-    passes = _Passes(executor, capacity, spec, adapter_slots)
+    passes = _Passes(make_runner, capacity, spec, adapter_slots)
     for sampling in _SAMPLING:
         passes.add((_PROMPT,), sampling, steps=2)
     while passes.add((_PROMPT,) * passes.open_rows, _SAMPLING[0]):
@@ -63,9 +66,7 @@ def warm_up(
 class _Passes:
     """Rows that are open meanwhile, on the first pages."""
 
-    def __init__(
-        self, executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec, adapter_slots: int
-    ) -> None:
+    def __init__(self, make_runner: MakeRunner, capacity: EngineCapacity, spec: EngineSpec, adapter_slots: int) -> None:
         window = capacity.window_pool
         rows = RowStates(
             spec.max_rows,
@@ -82,7 +83,7 @@ class _Passes:
             window_tokens=window.window_tokens if window else 0,
             adapters=adapter_slots,
         )
-        self._runner = OverlappedRunner(rows, limits, executor)
+        self._runner = make_runner(rows, limits)
         self._capacity = capacity
         self._spec = spec
         # Its rows use the same pages of both pools.

@@ -65,6 +65,14 @@ class PlacedImages:
 
 
 @dataclass(frozen=True, slots=True)
+class StageBuffers:
+    """The residual stream at the ends of a stage whose passes are captured; it is received and sent outside of them."""
+
+    entering: torch.Tensor | None  # [tokens, hidden], overwritten by the pass; None in the first stage
+    leaving: torch.Tensor | None  # [tokens, hidden], filled by the pass; None in the last stage
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tokens of `rows` sequences, concatenated; all tensors live on the model's device.
 
@@ -107,6 +115,8 @@ class ForwardBatch:
     angles: torch.Tensor | None = None
     # called between layers; may raise PassAbandonedError. None: the pass is not abandoned
     checkpoint: Callable[[], None] | None = None
+    # None: the pass receives and sends the residual stream itself, where there are several stages
+    stage: StageBuffers | None = None
 
     @property
     def sampled_adapters(self) -> torch.Tensor | None:

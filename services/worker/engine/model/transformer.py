@@ -275,7 +275,7 @@ class Transformer:
         layer, attention, memory, view, next_norm = last
         if not self._group.links.is_last:
             self._finish_layer(layer, hidden, self._mix(layer, attention, memory, normed, view), None)
-            self._group.links.send(hidden)
+            self._leave(hidden, batch)
             return hidden[:0]
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
             attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
@@ -329,7 +329,18 @@ class Transformer:
             self.exchange.begin_pass()
         if links.is_first:
             return self._embed(batch)
+        if batch.stage is not None:
+            assert batch.stage.entering is not None, "only the first stage has the embedding"
+            return batch.stage.entering
         return links.receive((len(batch.token_ids), self._hidden_size), self._kernels.activation_dtype)
+
+    def _leave(self, hidden: torch.Tensor, batch: ForwardBatch) -> None:
+        """Hand the residual stream after this stage's last layer, [tokens, hidden], to the next stage."""
+        if batch.stage is None:
+            self._group.links.send(hidden)
+            return
+        assert batch.stage.leaving is not None, "only the last stage has the head"
+        batch.stage.leaving.copy_(hidden)
 
     def _without_last(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return no hidden states: the last layer's are needed by other groups at most, which share its experts."""

@@ -186,7 +186,8 @@ class DistributedGroup:
         """Add `tensor` over all ranks."""
         if self._shared is not None and (summed := self._shared.try_sum(tensor)) is not None:
             return summed
-        dist.all_reduce(tensor, group=self._stage)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self._stage)
         return tensor
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
@@ -206,7 +207,8 @@ class DistributedGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite `tensor` with rank 0's."""
-        dist.broadcast(tensor, src=self._first, group=self._stage)
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=self._first, group=self._stage)
         return tensor
 
     def minimum(self, value: int) -> int:

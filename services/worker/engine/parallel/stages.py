@@ -57,6 +57,10 @@ class StageLinks(Protocol):
         """Return the residual stream [tokens, hidden] that the stage before has sent."""
         ...
 
+    def receive_into(self, hidden: torch.Tensor) -> None:
+        """Overwrite `hidden` [tokens, hidden] with the residual stream that the stage before has sent."""
+        ...
+
     def send(self, hidden: torch.Tensor) -> None:
         """Send the residual stream to the next stage, which does not have to be ready; it must not change any more."""
         ...
@@ -81,6 +85,10 @@ class NoStages:
     is_first = is_last = True
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Never be called."""
+        raise AssertionError("there is no stage before")
+
+    def receive_into(self, hidden: torch.Tensor) -> None:
         """Never be called."""
         raise AssertionError("there is no stage before")
 
@@ -128,8 +136,11 @@ class DistributedStageLinks:
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         hidden = torch.empty(shape, dtype=dtype, device=self._device)
-        dist.recv(hidden, src=self._rank - self._ranks)
+        self.receive_into(hidden)
         return hidden
+
+    def receive_into(self, hidden: torch.Tensor) -> None:
+        dist.recv(hidden, src=self._rank - self._ranks)
 
     def send(self, hidden: torch.Tensor) -> None:
         if len(self._sends) == _OPEN_SENDS:
@@ -209,6 +220,13 @@ def layers_of_stages(config: ModelConfig, stages: int) -> tuple[Span, ...]:
     spans = _divide(weights, stages)
     _check_kinds(config, spans)
     return spans
+
+
+def kept_bytes(spec: EngineSpec, hidden_size: int, element_bytes: int) -> int:
+    """Return the bytes that a stage keeps beside a pass: residual streams being sent, and those at its ends."""
+    if spec.stages == 1:
+        return 0
+    return (_OPEN_SENDS + 2) * max(spec.max_step_tokens, spec.max_rows) * hidden_size * element_bytes
 
 
 def check_stages(spec: EngineSpec, config: ModelConfig, *, is_own: bool) -> None:

@@ -83,6 +83,17 @@ def split_tokens(tokens: NDArray[np.int32], slots: RowIndices) -> tuple[TokenIds
     return tokens[:, 0], following_of(tokens[:, 1:], slots)
 
 
+def join_tokens(
+    first: TokenIds, accepted: FollowingTokens, slots: RowIndices, shape: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return an array of `shape` from which `split_tokens` reads the tokens of rows `slots`, padded with NO_TOKEN."""
+    tokens = np.full(shape, NO_TOKEN, np.int64)
+    tokens[: slots.size, 0] = first
+    for row, token_ids in accepted.by_row():
+        tokens[np.flatnonzero(slots == row)[0], 1 : 1 + token_ids.size] = token_ids
+    return tokens
+
+
 def following_of(tokens: NDArray[np.int32], slots: RowIndices) -> FollowingTokens:
     """Return the tokens of rows `slots`, [slots, most] padded with NO_TOKEN."""
     which, _ = there = np.nonzero(tokens != NO_TOKEN)

@@ -15,6 +15,7 @@ from common.types import RowSlot, StepId
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.synchronous_executor import SynchronousExecutor
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.plans.drafts import NO_TOKEN, join_tokens, split_tokens
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
@@ -181,3 +182,13 @@ def test_a_row_that_does_not_decode_has_no_draft() -> None:
         rows.run(drafts=(Draft(RowSlot(0), np.array([1], np.int32)),))
     with pytest.raises(InvalidPlanError, match="cannot verify"):
         rows.run(opens=tuple(rows.opens), drafts=(Draft(RowSlot(0), np.array([1], np.int32)),))
+
+
+def test_tokens_that_were_split_are_joined_again() -> None:
+    slots = np.array([7, 2, 5])
+    tokens = np.array([[4, 8, 9, NO_TOKEN], [6, NO_TOKEN, NO_TOKEN, NO_TOKEN], [1, 2, NO_TOKEN, NO_TOKEN]], np.int32)
+    first, accepted = split_tokens(tokens, slots)
+    assert join_tokens(first, accepted, slots, (3, 4)).tolist() == tokens.tolist()
+    # A pass without tokens is a number, as a sign.
+    nothing = np.empty(0, np.int32)
+    assert join_tokens(nothing, accepted.of(slots[:0]), slots[:0], (1, 1)).tolist() == [[NO_TOKEN]]

@@ -132,7 +132,7 @@ def test_captured_passes_of_transformers_continue_as_it_does(family: str, tmp_pa
     name, options = OTHERS[family]
     save_model(tmp_path, name, {**options, "initializer_range": 0.1})
     runner = load(tmp_path, dtype="bfloat16")
-    assert runner.can_overlap
+    assert runner.is_captured
     runner.close()
     for row, tokens in generate(str(tmp_path), "cuda", "bfloat16").items():
         assert len(tokens) == 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.steps import EngineSpec, StepPlan
 from common.types import Finish, FinishReason, Pooling, RequestId, RowSlot, StepId
+from services.worker.engine.execution.overlapped_runner import OverlappedRunner
 from services.worker.engine.measuring.warm_up import warm_up
 from tests.examples import examples
 from tests.fakes.model_runner import CheckingRunner
@@ -195,7 +197,7 @@ def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_embedding() ->
 def test_warm_up_runs_prompts_with_ever_more_decoding_rows_and_longer_ones_alone(rows: int, beside: list[int]) -> None:
     runner = CheckingRunner()
     spec = EngineSpec("none", max_rows=rows, page_size=4, max_step_tokens=64)
-    warm_up(LateExecutor(runner), runner.capacity, spec)
+    warm_up(partial(OverlappedRunner, executor=LateExecutor(runner)), runner.capacity, spec)
     mixed = [batch for batch in runner.batches if 0 < batch.decode_rows < batch.rows]
     assert [batch.decode_rows for batch in mixed] == beside
     alone = [batch.max_query_length for batch in runner.batches if batch.rows == 1 and batch.max_query_length > 1]
@@ -205,7 +207,7 @@ def test_warm_up_runs_prompts_with_ever_more_decoding_rows_and_longer_ones_alone
 def test_warm_up_runs_a_short_and_the_longest_prompt_with_an_adapter_if_there_are_slots() -> None:
     runner = CheckingRunner()
     spec = EngineSpec("none", max_rows=8, page_size=4, max_step_tokens=64)
-    warm_up(LateExecutor(runner), runner.capacity, spec, adapter_slots=2)
+    warm_up(partial(OverlappedRunner, executor=LateExecutor(runner)), runner.capacity, spec, adapter_slots=2)
     adapted = [batch for batch in runner.batches if batch.adapters is not None]
     assert [batch.max_query_length for batch in adapted] == [8, 48]
     for batch in adapted:
@@ -216,5 +218,6 @@ def test_warm_up_runs_a_short_and_the_longest_prompt_with_an_adapter_if_there_ar
 def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
     runner = CheckingRunner()
     executor = LateExecutor(runner)
-    warm_up(executor, replace(runner.capacity, max_context=10), EngineSpec("none", max_rows=8, page_size=4))
+    make_runner = partial(OverlappedRunner, executor=executor)
+    warm_up(make_runner, replace(runner.capacity, max_context=10), EngineSpec("none", max_rows=8, page_size=4))
     assert executor.launches == 0

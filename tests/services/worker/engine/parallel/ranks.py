@@ -23,9 +23,7 @@ class Ranks:
     def run(self, function: Callable[..., object], world_size: int, *arguments: object) -> list[Any]:
         """Return what `function(rank, world_size, rendezvous, *arguments)` returned, for each rank in order."""
         assert world_size <= MOST_RANKS, "ranks wait for each other, so each needs a process"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+        rendezvous = free_address()
         waiting = [
             self._pool.apply_async(function, (rank, world_size, rendezvous, *arguments)) for rank in range(world_size)
         ]
@@ -41,6 +39,13 @@ class Ranks:
         """End the processes."""
         self._pool.terminate()
         self._pool.join()
+
+
+def free_address() -> str:
+    """Return host:port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _start() -> Pool:
