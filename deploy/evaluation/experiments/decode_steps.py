@@ -2,9 +2,11 @@
 
 `python -m deploy.evaluation.experiments.decode_steps deploy/evaluation/shapes/qwen3-0.6b --rows 1 256 --prompt 500`
 
-With `--tp 2`, two tensor-parallel ranks take the first two GPUs; what is printed is rank 0's. With `--formats`, weights
-or keys and values are in one format after another; `bfloat16` leaves all as the shape says. Prompts are those of the
-rows that are added last, in passes of about 8,192 tokens.
+With `--tp 2`, two tensor-parallel ranks take the first two GPUs, with `--pp 2` two stages of a pipeline; the rank that
+samples prints. With stages, rows decode in as many micro-batches, if there are enough, and a step is one of every row.
+With `--uncaptured`, passes run program by program instead of in CUDA graphs. With `--formats`, weights or keys and
+values are in one format after another; `bfloat16` leaves all as the shape says. Prompts are those of the rows that are
+added last, in passes of about 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
+from common.steps import EngineSpec, MicroBatch, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.backends import RunnerOptions
@@ -76,9 +78,9 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
 class Driver:
     """Feeds one engine with plans."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Load what `spec` says on the GPU of its rank."""
-        options = RunnerOptions(device="cuda", device_index=spec.rank)
+    def __init__(self, spec: EngineSpec, *, graphs: bool = True) -> None:
+        """Load what `spec` says on the GPU of its rank; passes are captured with `graphs`."""
+        options = RunnerOptions(device="cuda", device_index=spec.rank, graphs=graphs)
         self._engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
         capacity = self._engine.configure(spec, lambda _share, _stage: None)
         self.page_size, self.pages = capacity.page_size, capacity.device_pages
@@ -106,11 +108,13 @@ class Driver:
             self.run(StepPlan(self.step(), opens=opens, prefills=tuple(PrefillChunk(o.row, 0, prompt) for o in opens)))
         self.opened = max(rows, self.opened)
 
-    def decode(self, plans: int) -> float:
-        """Run plans of STEPS steps; return the seconds of one step."""
+    def decode(self, plans: int, stages: int = 1) -> float:
+        """Run plans of STEPS steps, or of one with stages, as these are served; return the seconds of one step."""
+        micro_batches, steps = min(stages, self.opened), STEPS if stages == 1 else 1
         started = time.perf_counter()
-        for _ in range(plans):
-            self.run(StepPlan(self.step(), steps=STEPS))
+        for _ in range(plans * STEPS // steps):
+            for index in range(micro_batches):
+                self.run(StepPlan(self.step(), steps=steps, micro_batch=MicroBatch(index, micro_batches)))
         self.settle()
         return (time.perf_counter() - started) / (plans * STEPS)
 
@@ -145,16 +149,22 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def measure(arguments: argparse.Namespace, rank: int, rendezvous: str, label: str | None = None) -> None:
-    """Run the steps as one rank; rank 0 prints."""
+    """Run the steps as one rank; the one that samples prints."""
     most = max(arguments.rows)
     spec = EngineSpec(
         arguments.model, load_format="dummy", max_rows=most, max_context=4096, max_step_tokens=PASS_TOKENS + most,
-        rank=rank, world_size=arguments.tp, rendezvous=rendezvous, quantization=arguments.quantization,
-        kv_dtype=arguments.kv_dtype, deterministic=arguments.deterministic,
+        rank=rank, world_size=arguments.tp * arguments.pp, stages=arguments.pp, rendezvous=rendezvous,
+        quantization=arguments.quantization, kv_dtype=arguments.kv_dtype, deterministic=arguments.deterministic,
     )  # fmt: skip
-    driver = Driver(spec)
+    driver = Driver(spec, graphs=not arguments.uncaptured)
     name = f"{Path(arguments.model).name} (dummy{', fp8' if arguments.quantization == 'fp8' else ''})"
     command = shlex.join(["python", "-m", "deploy.evaluation.experiments.decode_steps", *sys.argv[1:]])
+    parts = [
+        label,
+        f"{arguments.pp} stages" if arguments.pp > 1 else None,
+        "without graphs" if arguments.uncaptured else None,
+    ]
+    label = ", ".join(part for part in parts if part) or None
     sheet = ResultSheet("decode-steps", name, arguments.tp, replace(Provenance.collect(()), command=command), label)
     for rows in sorted(arguments.rows):
         # Rows that are there already go on, and need pages for all that follows.
@@ -162,18 +172,18 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str, label: st
         driver.fill(rows, arguments.prompt, tokens=STEPS * (PLANS + 8) * len(arguments.rows))
         driver.settle()
         rate = (rows - opened) * arguments.prompt / (time.perf_counter() - started)
-        if rank == 0 and rows == most:
+        if spec.samples and rows == most:
             sys.stdout.write(f"prompts of {rows - opened} rows: {rate:.0f} tokens/s\n")
             sheet.add(f"prompts of {rows - opened} rows", rate, "tok/s")
-        driver.decode(2)
-        seconds = driver.decode(PLANS)
+        driver.decode(2, arguments.pp)
+        seconds = driver.decode(PLANS, arguments.pp)
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            driver.decode(2)
-        if rank == 0:
+            driver.decode(2, arguments.pp)
+        if spec.samples:
             sys.stdout.write(f"{rows} rows: {seconds * 1e6:.0f} us per step, {rows / seconds:.0f} tokens/s\n")
             sheet.add(f"step of {rows} rows", seconds * 1e6, "us")
             sheet.add(f"idle share, {rows} rows", 100 * show(profiled), "%")
-    if rank == 0 and arguments.json is not None:
+    if spec.samples and arguments.json is not None:
         write_results(arguments.json, sheet.results)
     driver.close()
 
@@ -209,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[256], help="how many decode at once, one after another")
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--uncaptured", action="store_true", help="without CUDA graphs")
     parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="of the layers' matrices")
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="with the programs of deterministic mode")
@@ -237,7 +249,7 @@ def run_ranks(arguments: argparse.Namespace, label: str | None = None) -> None:
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
     others = [
         multiprocessing.get_context("spawn").Process(target=measure, args=(arguments, rank, rendezvous, label))
-        for rank in range(1, arguments.tp)
+        for rank in range(1, arguments.tp * arguments.pp)
     ]
     for other in others:
         other.start()
