@@ -30,6 +30,8 @@ SAME_INTERRUPT_S = 1.0
 # Allocations after which Python's cyclic garbage collector runs; its own default is 700, which one step of 256 rows
 # exceeds.
 NEW_OBJECTS = 20_000
+# Exit status of a service whose configuration is refused once it runs, perhaps by a worker (EX_CONFIG in sysexits.h).
+REFUSED_EXIT = 78
 
 
 class Interrupts:
@@ -59,7 +61,7 @@ def run_service(
 
     Further ones have no effect, as systemd and scripts repeat them, except a second SIGINT after a second, by a person,
     which ends the process at once. SIGTERM stays ignored if it was ignored at the start. A ConfigurationError is
-    logged and ends the process with status 1.
+    logged and ends the process with `REFUSED_EXIT`.
     """
     configure_logging(name, settings.log)
     logger = get_logger("runtime")
@@ -74,7 +76,7 @@ def run_service(
             uvloop.run(_run(name, main))
     except ConfigurationError as error:
         logger.error("service.misconfigured", reason=str(error))
-        sys.exit(1)
+        sys.exit(REFUSED_EXIT)
     finally:
         close_tracing()
     logger.info("service.stopped")

@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from common.runtime import REFUSED_EXIT
 from deploy.supervisor.process import ServiceProcess
 from deploy.supervisor.state import DeploymentState, ServiceState, make_private, write_state
 
@@ -32,23 +33,29 @@ class RestartPolicy:
     max_delay_s: float = 5.0
     # A service that ran at least this long counts as stable: its next death is the first of a new series.
     stable_after_s: float = 20.0
-    # Deaths in a row after which the deployment ends with the last one's log, if the service has never answered. Once
-    # it has, a restart may help: a request that ends the engine, or a lack of memory, passes.
+    # Deaths in a row after which the deployment ends with the last one's log, if the service has never answered, or if
+    # it refuses its configuration before anything was served. Otherwise a restart may help: a request that ends the
+    # engine, or a lack of memory, passes.
     give_up_after: int = 5
 
 
 class RestartHistory:
-    """Counts the quick deaths of one service."""
+    """Counts the deaths in a row of one service."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._quick_deaths = 0
         self._has_answered = False
 
-    def delay_after(self, lived_s: float, *, has_answered: bool) -> float | None:
-        """Record a death after `lived_s` seconds; return the delay before the next start in seconds, or None."""
-        self._has_answered = self._has_answered or has_answered
-        self._quick_deaths = 1 if lived_s >= self._policy.stable_after_s else self._quick_deaths + 1
+    def delay_after(self, lived_s: float, *, has_answered: bool, is_refused: bool = False) -> float | None:
+        """Record a death after `lived_s` seconds; return the delay before the next start in seconds, or None.
+
+        `is_refused`: it refused a configuration with which nothing was served yet. It may have answered probes before,
+        and have loaded a model for long.
+        """
+        self._has_answered = self._has_answered or (has_answered and not is_refused)
+        is_stable = lived_s >= self._policy.stable_after_s and not is_refused
+        self._quick_deaths = 1 if is_stable else self._quick_deaths + 1
         if self._quick_deaths >= self._policy.give_up_after and not self._has_answered:
             return None
         delay: float = self._policy.first_delay_s * 2 ** min(self._quick_deaths - 1, 16)
@@ -201,10 +208,12 @@ class Supervisor:
         how = describe_exit(status)
         if status == CONFIGURATION_EXIT:
             raise ServiceFailedError(name, f"refused to start ({how})", tuple(process.last_lines)[-SHOWN_LINES:])
-        delay = history.delay_after(lived, has_answered=has_answered)
+        is_refused = status == REFUSED_EXIT and not self.ready.is_set()
+        delay = history.delay_after(lived, has_answered=has_answered, is_refused=is_refused)
         if delay is None:
             times = f"{self._policy.give_up_after} times in a row"
-            cause = f"died {times} without having answered, the last time with {how} after {lived:.1f} s"
+            what = "because its configuration is refused" if is_refused else "without having answered"
+            cause = f"died {times} {what}, the last time with {how} after {lived:.1f} s"
             raise ServiceFailedError(name, cause, tuple(process.last_lines)[-SHOWN_LINES:])
         self._reporter.note(f"{name} died ({how}) after {lived:.1f} s; starting it again in {delay:g} s")
         self._kill_group_of(process.spec)

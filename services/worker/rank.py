@@ -392,6 +392,9 @@ class Rank:
         self._call_loop(loading.started.set)
         try:
             capacity = self._engine.configure(loading.spec, report)
+        except ConfigurationError as error:
+            self._log.error("engine.configure_refused", model=loading.spec.model, reason=str(error))
+            self._call_loop(self._on_loaded, loading, error)
         except Exception as error:  # noqa: BLE001  (raised again in the caller that waits for it)
             self._log.exception("engine.configure_failed", model=loading.spec.model)
             self._call_loop(self._on_loaded, loading, error)

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
+from common.runtime import REFUSED_EXIT
+
 PROGRAM = """
 import asyncio, select, signal, sys
 from common import runtime
+from common.errors import ConfigurationError
 from common.settings import Settings
 
 async def main(stopping):
@@ -26,6 +29,10 @@ if "patient" in sys.argv:
     runtime.SAME_INTERRUPT_S = 600
 if "ignores" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "refused" in sys.argv:
+    async def main(stopping):
+        print("up", flush=True)
+        raise ConfigurationError("no experts")
 runtime.run_service("test", Settings.model_validate({"log": {"level": "error"}}), None, main)
 """
 
@@ -68,6 +75,10 @@ def test_a_termination_signal_that_is_ignored_from_the_start_stays_ignored() -> 
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
     assert process.communicate("\n", timeout=60)[0] == "draining\ndrained\n"
+
+
+def test_a_refused_configuration_has_an_exit_status_of_its_own() -> None:
+    assert start("refused").wait(30) == REFUSED_EXIT
 
 
 def test_a_service_does_not_look_for_garbage_among_its_modules_and_open_requests() -> None:

@@ -27,6 +27,13 @@ def test_a_service_that_has_answered_once_is_never_given_up() -> None:
     assert None not in later
 
 
+def test_a_configuration_that_is_refused_again_and_again_is_the_end_however_long_that_takes() -> None:
+    history = RestartHistory(POLICY)
+    refused = [history.delay_after(100.0, has_answered=True, is_refused=True) for _ in range(6)]
+    assert [delay is None for delay in refused] == [False] * 5 + [True]
+    assert history.delay_after(1.0, has_answered=True) is not None
+
+
 def test_deaths_after_a_long_life_are_no_series() -> None:
     assert delays(*[1.0] * 4, 11.0, 1.0)[-2:] == [0.1, 0.2]
     assert delays(*[11.0] * 20, has_answered=False) == [0.1] * 20

@@ -126,6 +126,19 @@ async def test_a_service_that_refuses_its_settings_is_not_tried_again(tmp_path: 
     assert running.supervisor.restarts_of("bad") == 0
 
 
+async def test_a_service_whose_configuration_is_refused_before_anything_was_served_ends_the_deployment(
+    tmp_path: Path,
+) -> None:
+    running = Running(tmp_path, service(tmp_path, "scheduler", "refused"))
+    running.probes.is_serving = False
+    with pytest.raises(
+        ServiceFailedError, match="died 3 times in a row because its configuration is refused"
+    ) as caught:
+        await asyncio.wait_for(running.supervisor.run(running.stopping), 60)
+    assert caught.value.last_lines[-1] == "worker: no experts that groups could share"
+    assert running.reporter.alive_services
+
+
 async def test_a_process_that_stops_answering_is_killed_and_started_again(tmp_path: Path) -> None:
     timing = replace(TIMING, hang_after_s=0.3)
     running = Running(tmp_path, service(tmp_path, "worker", "obedient"), timing=timing)
