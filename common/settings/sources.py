@@ -174,8 +174,11 @@ def explain(error: ValidationError, section: str = "") -> str:
         if detail["type"] == "extra_forbidden":
             lines.append(f"unknown setting: {name}{suggestion(name)}")
         else:
+            # pydantic's own errors begin with "Input", those of validators here with "Value error".
+            problem = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
             lines.append(
-                f"{name}: {detail['msg'].removeprefix('Input ')}"
+                (f"{name}: " if name else "")
+                + problem
                 + (f" (got {shown(detail['input'])})" if may_be_shown(f"{path}{name}", detail["input"]) else "")
             )
     return "; ".join(lines)

@@ -68,6 +68,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
         ("[schedular]\nmax_rows = 3\n", "unknown setting: schedular"),
         ("[scheduler]\nmax_rows = 0\n", "scheduler.max_rows: should be greater than or equal to 1"),
         ("[scheduler]\nmax_rows = many\n", "pando.toml"),
+        ("[scheduler.data_parallel]\nrank = 3\n", "^scheduler: data_parallel.rank 3 must be below"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

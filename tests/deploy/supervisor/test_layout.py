@@ -201,7 +201,7 @@ def test_groups_that_share_experts_may_have_roles() -> None:
         (["--dp", "2", "--pp", "2"], "leave out --tp and --pp"),
         (["--dp", "2", "--roles", "both=3"], "there are 3 scheduler groups"),
         (["--scheduler.data_parallel.size", "2"], "add --dp 2"),
-        (["--dp", "2", "--expert-parallel"], "scheduler.expert_parallel"),
+        (["--dp", "2", "--expert-parallel"], "^scheduler.data_parallel cannot be combined with scheduler.expert"),
         (["--dp", "2", "--scheduler.adapters.slots", "2"], "scheduler.adapters.slots"),
     ],
 )
