@@ -130,6 +130,20 @@ def _unpack(pairs, scales, offsets, OFFSET: tl.constexpr, ELEMENT: tl.constexpr)
 
 
 @triton.jit
+def _once_multiplied(pairs):
+    """Return bytes once all products of matrix units have ended, from registers that these may still have read.
+
+    Triton lets products of a step run on beside the next one. That they take weights from registers, which the next step
+    fills, it does not see: without this, some sums were wrong on an H200.
+    """
+    if _HAS_ASSEMBLER:
+        return tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [pairs], dtype=tl.uint8, is_pure=False, pack=4
+        )
+    return pairs
+
+
+@triton.jit
 def _of_steps(
     numbers, SLICES: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
@@ -212,6 +226,8 @@ def int4_product(
         if OFFSET != _SYMMETRIC:
             others = tl.load(offsets + at_group, mask=here[:, :, :, None], other=0)
         given = tl.load(at_inputs + step * DEPTH, mask=given_here, other=0.0)
+        if SLICES == 1:
+            packed = _once_multiplied(packed)
         weights = _weights(
             packed, factors, others, SLICES=SLICES, BLOCKS=all_blocks, DEPTH=DEPTH, GROUPS=groups, OFFSET=OFFSET,
             ELEMENT=inputs.dtype.element_ty, ARE_MIXED=SLICES > 1,
@@ -272,7 +288,7 @@ class Int4Tile:
 def int4_tile(tokens: int, outputs: int, width: int) -> Int4Tile:
     """Choose the division of a product of up to _MOST_TOKENS tokens, as measured on an H200 with shapes of an 8B model.
 
-    Tiles of one slice have 64 outputs: of those with 128, some returned wrong sums there.
+    Tiles of one slice have 64 outputs, which four warps multiply at once.
     """
     depth = 128 if width % 128 == 0 else 64
     if tokens <= 8:

@@ -7,8 +7,9 @@ settled when it is defined.
 from __future__ import annotations
 
 import itertools
+import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -38,6 +39,9 @@ from services.worker.engine.kernels.gpu import logprobs as reporting
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import LARGEST, SMALLEST
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 # Values of what is constant while a program is compiled.
 Constants = dict[str, float]
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,6 +50,9 @@ FLOATS = ("*bf16", "*fp16", "*fp32")
 
 # Matrix instructions of warps, and of four warps together.
 WARPS, WARPGROUPS = "mma.sync.aligned.m16n8k16", "wgmma.mma_async.sync.aligned.m64"
+# One that takes its left factor from registers, and the wait for all of them.
+_FROM_REGISTERS = re.compile(WARPGROUPS.replace(".", r"\.") + r"\S* \{[^}]*\}, *\{")
+_WAIT_FOR_ALL = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+0;")
 
 
 def build(program: Any, types: str, warps: int, **constants: float) -> int:
@@ -66,8 +73,27 @@ def compiled(program: Any, types: str, warps: int, **constants: float) -> Any:
     rest = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(rest) for name in program.arg_names}
     values = {(program.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=program, signature=signature, constexprs=values)
-    return triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    # As they are launched; only what lies at such places is copied while products run.
+    places = [number for number, name in enumerate(program.arg_names) if signature[name].startswith("*")]
+    sizes = [number for number, name in enumerate(program.arg_names) if name in ("width", "columns")]
+    aligned = {(number,): [["tt.divisibility", 16]] for number in (*places, *sizes) if (number,) not in values}
+    source = ASTSource(fn=program, signature=signature, constexprs=values, attrs=aligned)
+    done = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    for loop in loops_of(done.asm["ptx"]):
+        waits = _WAIT_FOR_ALL.search(loop) or not _FROM_REGISTERS.search(loop)
+        assert waits, f"{program.__name__} {constants} fills registers that matrix units may still read"
+    return done
+
+
+def loops_of(ptx: str) -> Iterator[str]:
+    """Yield the text of every loop."""
+    lines, labels = ptx.splitlines(), {}
+    for number, line in enumerate(lines):
+        if label := re.match(r"\s*(\$L__BB\w+):", line):
+            labels[label[1]] = number
+        branch = re.search(r"bra(?:\.uni)?\s+(\$L__BB\w+);", line)
+        if branch and branch[1] in labels:
+            yield "\n".join(lines[labels[branch[1]] : number + 1])
 
 
 def main() -> None:
