@@ -54,7 +54,7 @@ def configure_logging(service: str, settings: LogSettings) -> None:
     _set_library_levels(settings.level)
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     """Return `text` with escapes in place of characters that would control a terminal; tabs stay."""
     if text.isprintable():
         return text
@@ -96,7 +96,7 @@ def _with_printable_fields(
     logger: structlog.types.WrappedLogger, method: str, event: structlog.types.EventDict
 ) -> structlog.types.EventDict:
     """Escape what clients may have sent to control a terminal."""
-    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
+    return {name: escaped(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def _with_service(service: str) -> structlog.types.Processor:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from common.errors import ConfigurationError
 from common.heads import Task, tasks_of
-from common.logs import printable
+from common.logs import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -236,17 +236,17 @@ def parse_line(line: str) -> LogEvent:
     try:
         content = json.loads(line)
     except ValueError:
-        return LogEvent(printable(line))
+        return LogEvent(escaped(line))
     if not isinstance(content, dict) or not isinstance(content.get("event"), str):
-        return LogEvent(printable(line))
+        return LogEvent(escaped(line))
     # structlog writes ISO 8601, as in 2026-01-31T12:34:56.789012Z; only the time of day is shown.
     time = str(content.get("timestamp", "")).partition("T")[2][:12]
     return LogEvent(
-        text=printable(content["event"]),
+        text=escaped(content["event"]),
         level=str(content.get("level", "info")),
         time=time,
         fields={name: value for name, value in content.items() if name not in PLACED_FIELDS},
-        traceback="\n".join(map(printable, str(content.get("exception", "")).splitlines())),
+        traceback="\n".join(map(escaped, str(content.get("exception", "")).splitlines())),
     )
 
 
