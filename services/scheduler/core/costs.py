@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 MEMORY = 0.9
 # The same for reads from storage, which are rare while they do not pay: about the last two decide.
 STORAGE_MEMORY = 0.5
+# Reads from other groups that decide.
+PEER_READS = 5
 # Weight of the calibration at start-up, in seconds of measured work.
 CALIBRATION_S = 0.2
 # Smaller chunks reflect the fixed cost of a pass rather than prefill.
@@ -59,7 +63,7 @@ class LoadCosts:
         self._latency_s = FIRST_LATENCY_S
         self._storage = _Rate(0.0, STORAGE_MEMORY)
         # Of pages that another group computes, from its workers to the host.
-        self._peer = _Rate(0.0, STORAGE_MEMORY)
+        self._peer = _MedianRate()
         # Of a read, without the time of the transfer itself.
         self._storage_latency_s = FIRST_LATENCY_S
 
@@ -173,6 +177,21 @@ class _Rate:
         if seconds > 0:
             self._amount = self._memory * self._amount + amount
             self._seconds = self._memory * self._seconds + seconds
+
+
+class _MedianRate:
+    """The median of the latest amounts per second: one that was much slower, such as the first, decides nothing."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=PEER_READS)
+
+    @property
+    def value(self) -> float:
+        return median(self._rates) if self._rates else 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        if seconds > 0:
+            self._rates.append(amount / seconds)
 
 
 @dataclass(slots=True, eq=False)

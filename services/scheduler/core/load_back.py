@@ -27,6 +27,8 @@ MAX_LOADS = 3
 # rate of storage again; the request does not wait for it.
 MEASURED_ONE_IN = 32
 MEASURED_PAGES = 8
+# The same for prompts that another group could compute; these requests wait for it.
+PEER_MEASURED_ONE_IN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class LoadBack:
         self._started: list[Transfer] = []
         self._started_at: dict[TransferId, float] = {}
         self._skipped_lookups = 0
+        self._skipped_peers = 0
 
     @property
     def is_loading(self) -> bool:
@@ -107,8 +110,12 @@ class LoadBack:
 
         It waits until the fetch is done, whose owner must see to that. None if computing is faster.
         """
-        if sequence.request.options.cache_mode is CacheMode.NONE or not self.costs.peer_pays():
+        if sequence.request.options.cache_mode is CacheMode.NONE:
             return None
+        if not self.costs.peer_pays():
+            self._skipped_peers += 1
+            if self._skipped_peers % PEER_MEASURED_ONE_IN:
+                return None
         sequence.remote = self.host.await_peer(sequence.request.view, sequence.cacheable_ids, min_tokens)
         return sequence.remote
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReadProgress:
-    """The first `done` pages of a transfer were read."""
+    """The first `done` pages of a transfer were read, from `began_at` on, by the monotonic clock in seconds."""
 
+    began_at: float
     done: int = 0
 
 

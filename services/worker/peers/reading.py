@@ -99,6 +99,8 @@ class PeerReader:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._mappings = PeerMappings(silence_s)
         self._tasks: set[asyncio.Task[None]] = set()
+        # End of the latest transfer. Transfers share links, so the time before is that of others.
+        self._free_at = 0.0
         self._log = get_logger("peers")
 
     def begin(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
@@ -143,7 +145,7 @@ class PeerReader:
 
     async def _run(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
         assert transfer.peer is not None, "checked by the engine"
-        started, progress = time.monotonic(), ReadProgress()
+        progress = ReadProgress(time.monotonic())
         workers = transfer.peer.workers
         try:
             if not await self._copy_mapped(transfer, target, progress):
@@ -161,7 +163,8 @@ class PeerReader:
             self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=CLOSED_DURING_CALL)
         except Exception:  # noqa: BLE001  (the scheduler waits for the acknowledgement)
             self._log.exception("peer.failed", peers=workers, rank=target.rank, pages_read=progress.done)
-        seconds, done = time.monotonic() - started, progress.done
+        now, done = time.monotonic(), progress.done
+        seconds, self._free_at = now - max(progress.began_at, self._free_at), now
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)
         metrics.PEER_PAGES_TOTAL.labels("failed").inc(len(transfer.host_pages) - done)
         deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
@@ -177,6 +180,8 @@ class PeerReader:
         mapping = await self._mappings.find(worker, channel, peer.lease, copies)
         if mapping is None:
             return False
+        # Mapping takes long, and is done once.
+        progress.began_at = time.monotonic()
         try:
             await read_mapped(channel, mapping, transfer, target.pages, copies, self._silence_s, progress)
         except grpc.aio.AioRpcError as error:

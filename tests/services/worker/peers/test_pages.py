@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -176,6 +177,14 @@ async def test_pages_are_read_from_the_worker_of_the_same_rank(bench: Bench) -> 
     ack = await bench.fetch([7, 5, 6], [2, 0, 1])
     assert (ack.transfer_id, ack.done_pages) == (7, 3)
     assert [page[:4] for page in bench.host.pages[:3]] == [content(5), content(6), content(7)]
+
+
+async def test_the_time_of_transfers_beside_each_other_counts_once(bench: Bench) -> None:
+    bench.leases.grant(LEASE, range(8))
+    started = time.monotonic()
+    acks = await asyncio.gather(*(bench.fetch([page], [page]) for page in range(8)))
+    assert all(ack.done_pages == 1 and ack.duration_us > 0 for ack in acks)
+    assert sum(ack.duration_us for ack in acks) <= (time.monotonic() - started) * 1e6 + len(acks)
 
 
 async def test_a_lease_that_is_unknown_is_a_miss(bench: Bench) -> None:

@@ -133,8 +133,8 @@ def _unpack(pairs, scales, offsets, OFFSET: tl.constexpr, ELEMENT: tl.constexpr)
 def _once_multiplied(pairs):
     """Return bytes once all products of matrix units have ended, from registers that these may still have read.
 
-    Triton lets products of a step run on beside the next one. That they take weights from registers, which the next step
-    fills, it does not see: without this, some sums were wrong on an H200.
+    Triton lets products of a step run on beside the next one. It does not see that they take weights from registers,
+    which the next step fills: without this, some sums were wrong on an H200.
     """
     if _HAS_ASSEMBLER:
         return tl.inline_asm_elementwise(
