@@ -57,7 +57,7 @@ def engine_on(
     """Return the configured engine of a rank."""
     torch.cuda.set_device(rank)
     spec = EngineSpec(
-        model, dtype="float32", max_rows=staged_plans.ROWS, max_context=64, page_size=staged_plans.PAGE_SIZE,
+        model, dtype="bfloat16", max_rows=staged_plans.ROWS, max_context=64, page_size=staged_plans.PAGE_SIZE,
         max_step_tokens=64, device_pages=staged_plans.PAGES, rank=rank, world_size=world_size, rendezvous=rendezvous,
         stages=stages,
     )  # fmt: skip
@@ -103,7 +103,8 @@ def test_two_stages_on_gpus_answer_as_one_gpu_does(fresh_ranks: Ranks, graphs: b
     assert not any(each.tokens for each in nothing), "the first stage reports no tokens"
     assert len(found) == 2
     for each in found:
-        assert_same_answers(each, expected, 2e-3)
+        # One GPU computes the same rows together, but for the pass with a draft.
+        assert_same_answers(each, expected, 0.05)
     if not graphs:
         assert first == last == 0
         return
