@@ -131,7 +131,7 @@ def _unpack(pairs, scales, offsets, OFFSET: tl.constexpr, ELEMENT: tl.constexpr)
 
 @triton.jit
 def _once_multiplied(pairs):
-    """Return bytes once all products of matrix units have ended, from registers that these may still have read.
+    """Return bytes once all products of Hopper's matrix units have ended, which may still have read their registers.
 
     Triton lets products of a step run on beside the next one. It does not see that they take weights from registers,
     which the next step fills: without this, some sums were wrong on an H200.
@@ -185,8 +185,8 @@ def _mixed(given, SLICES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr)
 def int4_product(
     inputs, pairs, scales, offsets, bias, outputs, partial_sums, tokens, columns, width,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, OFFSET: tl.constexpr, IS_RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr, OFFSET: tl.constexpr, IS_RAGGED: tl.constexpr, IS_HOPPER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply inputs [tokens, width] with weights [columns, width], DEPTH inputs of each slice at a time.
 
@@ -226,7 +226,7 @@ def int4_product(
         if OFFSET != _SYMMETRIC:
             others = tl.load(offsets + at_group, mask=here[:, :, :, None], other=0)
         given = tl.load(at_inputs + step * DEPTH, mask=given_here, other=0.0)
-        if SLICES == 1:
+        if IS_HOPPER and SLICES == 1:
             packed = _once_multiplied(packed)
         weights = _weights(
             packed, factors, others, SLICES=SLICES, BLOCKS=all_blocks, DEPTH=DEPTH, GROUPS=groups, OFFSET=OFFSET,
@@ -308,6 +308,8 @@ class Int4Product:
         """Pack a matrix that is on the device and fits, for inputs of `dtype`."""
         self.outputs, self._width = matrix.values.shape
         self._group, self._order, self._dtype = matrix.group, matrix.order, dtype
+        device = matrix.values.device
+        self._is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
         self._pairs = packed(matrix.values)
         self._scales = paired(matrix.scales.to(dtype))
         offset, offsets = _offsets(matrix, dtype)
@@ -328,7 +330,7 @@ class Int4Product:
         int4_product[launch.grid](
             inputs, self._pairs, self._scales, self._offsets, inputs if bias is None else bias, outputs, partial_sums,
             tokens, self.outputs, self._width, SLICES=division.slices, DEPTH=division.depth, GROUP=self._group,
-            OFFSET=self._offset, IS_RAGGED=steps % division.slices != 0, **launch.constants,
+            OFFSET=self._offset, IS_RAGGED=steps % division.slices != 0, IS_HOPPER=self._is_hopper, **launch.constants,
         )  # fmt: skip
         launch.join(partial_sums)
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Values of what is constant while a program is compiled.
 Constants = dict[str, float]
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER, BLACKWELL = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32)
 FLOATS = ("*bf16", "*fp16", "*fp32")
 
 
@@ -55,9 +55,9 @@ _FROM_REGISTERS = re.compile(WARPGROUPS.replace(".", r"\.") + r"\S* \{[^}]*\}, *
 _WAIT_FOR_ALL = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+0;")
 
 
-def build(program: Any, types: str, warps: int, **constants: float) -> int:
+def build(program: Any, types: str, warps: int, target: GPUTarget = HOPPER, **constants: float) -> int:
     """Return the size of what comes out; `types` are those of the arguments that are no constants."""
-    return len(compiled(program, types, warps, **constants).asm["cubin"])
+    return len(compiled(program, types, warps, target, **constants).asm["cubin"])
 
 
 def build_by(instruction: str, program: Any, types: str, warps: int, **constants: float) -> int:
@@ -68,7 +68,7 @@ def build_by(instruction: str, program: Any, types: str, warps: int, **constants
     return len(done.asm["cubin"])
 
 
-def compiled(program: Any, types: str, warps: int, **constants: float) -> Any:
+def compiled(program: Any, types: str, warps: int, target: GPUTarget = HOPPER, **constants: float) -> Any:
     """Return a compiled variant of a program."""
     rest = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(rest) for name in program.arg_names}
@@ -78,7 +78,7 @@ def compiled(program: Any, types: str, warps: int, **constants: float) -> Any:
     sizes = [number for number, name in enumerate(program.arg_names) if name in ("width", "columns")]
     aligned = {(number,): [["tt.divisibility", 16]] for number in (*places, *sizes) if (number,) not in values}
     source = ASTSource(fn=program, signature=signature, constexprs=values, attrs=aligned)
-    done = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    done = triton.compile(source, target=target, options={"num_warps": warps})
     for loop in loops_of(done.asm["ptx"]):
         waits = _WAIT_FOR_ALL.search(loop) or not _FROM_REGISTERS.search(loop)
         assert waits, f"{program.__name__} {constants} fills registers that matrix units may still read"
@@ -213,9 +213,9 @@ def quantised_sizes() -> list[int]:
         cut |= {"SLICES": division.slices, "DEPTH": division.depth, "IS_RAGGED": tokens == 1}
         for dtype in ("*bf16", "*fp16"):
             given = f"{dtype} *u8 *i32 *i32 {dtype} {dtype} *fp32 i32 i32 i32"
-            sizes.append(
-                build(int4_product.int4_product, given, tile.warps, HAS_BIAS=True, ADDS=True, OVERLAPS=True, **cut)
-            )
+            for target in (HOPPER, BLACKWELL):
+                how = {"HAS_BIAS": True, "ADDS": True, "OVERLAPS": True, "IS_HOPPER": target is HOPPER}
+                sizes.append(build(int4_product.int4_product, given, tile.warps, target, **how, **cut))
             given = f"*u8 *i32 *i32 {dtype} i32 i32 i32 i32"
             sizes.append(build(int4_product.widen, given, 4, BLOCKS=4, GROUP=group, OFFSET=offset))
     fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": grouped_product.pack_of(2880, 32), "HAS_SHIFTS": False}
