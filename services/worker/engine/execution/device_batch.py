@@ -49,6 +49,8 @@ class DeviceBatch:
         self._vocabulary_size = vocabulary_size
         self._places: list[NDArray[np.int32]] = []
         self._values: list[NDArray[np.int32]] = []
+        # Of the queued changes; each changes a cell once.
+        self._sources = 0
 
     @classmethod
     def of(cls, spec: EngineSpec, capacity: EngineCapacity, device: torch.device) -> DeviceBatch:
@@ -74,6 +76,7 @@ class DeviceBatch:
 
     def mirror(self, plan: StepPlan, rows: RowStates, needs: NDArray[np.uint16]) -> None:
         """Queue the changes that `plan` made in `rows`; `needs` [slots] are the rows' `Needs`."""
+        self._sources += 1
         changed: dict[int, int] = {}
         for opened in plan.opens:
             self._open(opened, int(needs[opened.row]), int(rows.stops_from[opened.row]))
@@ -89,6 +92,7 @@ class DeviceBatch:
 
     def set_tokens(self, slots: RowIndices, rows: RowStates) -> None:
         """Queue lengths and last tokens of rows `slots`, which the host knows: passes here do not append them."""
+        self._sources += 1
         lengths = rows.lengths[slots]
         lines = (slots * self.cells.shape[1]).astype(np.int32)
         self._places += [lines + row_state.LENGTH.value, lines + row_state.LAST_TOKEN.value]
@@ -100,6 +104,11 @@ class DeviceBatch:
             return
         changes = np.stack([np.concatenate(self._places), np.concatenate(self._values)])
         self._places, self._values = [], []
+        if self._sources > 1:
+            # All are written at once: of a cell that has changed twice, only the last value may be among them.
+            _, last = np.unique(changes[0, ::-1], return_index=True)
+            changes = np.ascontiguousarray(changes[:, changes.shape[1] - 1 - last])
+        self._sources = 0
         sent = to_device(changes, self.cells.device)
         row_state.scatter(self.cells, sent[0], sent[1])
 
