@@ -17,6 +17,7 @@ from common.types import Admission, GroupRole, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
 from services.scheduler.audit_desk import note_decisions
+from services.scheduler.boundaries import Boundaries
 from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import CacheMeter
 from services.scheduler.core.costs import OperationTimes
@@ -87,10 +88,7 @@ class SchedulerLoop:
         self.past_decisions: PastDecisions | None = None
         self._core_meter: CoreMeter | None = None
         self._checks: MemoryChecks | None = None
-        self._advance: Callable[[int], None] = lambda _epoch: None
-        self._share: Callable[[], None] = lambda: None
-        # The boundary of sharing that was passed last, by the clock.
-        self._boundary = 0
+        self._boundaries = Boundaries(settings.cache, clock)
         self._settings = settings
         self._clock = clock
         self._storage = StorageDesk(settings.storage)
@@ -204,11 +202,6 @@ class SchedulerLoop:
     def now(self) -> float:
         """Time of the loop's clock in seconds."""
         return self._clock()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch by the clock. The cache advances to it during housekeeping, and plans carry the cache's epoch."""
-        return int(self._clock() / self._settings.cache.epoch_seconds)
 
     def submit(self, request: ScheduleRequest) -> Admission:
         """Submit a request to the core, or return an admission with the reason for its refusal."""
@@ -356,7 +349,7 @@ class SchedulerLoop:
             core = self._assembler.assemble(capacity, times)
             cache = core.memory.cache
             self._note_decisions(cache)
-            cache.advance(self.epoch)
+            self._boundaries.follow(cache, times)
             self.core = core
             self.core.adapters.pinned = self.adapters.pinned
             if self._limits_file is not None:
@@ -366,9 +359,6 @@ class SchedulerLoop:
             self.meter = CacheMeter(times)
             self._core_meter = CoreMeter(self.core, self.meter, capacity)
             self._checks = MemoryChecks(self.core)
-            # Rare and long, so each call is measured.
-            self._advance = times.timed("advance", cache.advance, one_in=1)
-            self._share = times.timed("share", cache.share, one_in=1)
             self.core.hold_new(held=self._holds_new)
             self.core.hold_all(held=self._holds_all)
         self._note_ready(capacity, weights)
@@ -551,23 +541,14 @@ class SchedulerLoop:
             self.core.expire(self.now)
             self._expire_while_asleep(self.core)
             self._hand_back(self.core)
-            self._pass_boundaries(self.core.memory.cache)
-            self._storage.advance(self.epoch)
+            self._boundaries.pass_due()
+            self._storage.advance(self._boundaries.epoch)
             self._push()
             if self._core_meter is not None:
                 self._core_meter.export()
             if self._checks is not None:
                 self._checks.check()
             self._wake.set()
-
-    def _pass_boundaries(self, cache: PrefixCache) -> None:
-        """Let the cache share what has enough evidence, and advance its epoch, if it is time."""
-        boundary = int(self._clock() / self._settings.cache.sharing_seconds)
-        if self.epoch != cache.epoch:
-            self._advance(self.epoch)
-        elif boundary != self._boundary:
-            self._share()
-        self._boundary = boundary
 
     async def _keep_tidy(self) -> None:
         """Free the memory of unused adapters; apart from housekeeping, as workers may take seconds to answer."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.rpc.channel import is_serving, open_channel
+from common.runtime import REFUSED_EXIT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ def test_a_missing_model_ends_the_process_with_a_helpful_error(service: str, tmp
     address = f"unix:{tmp_path / 'socket'}"
     arguments = ("--model.reference", str(tmp_path / "missing"), f"--{service}.address", address)
     done = run(service, *arguments, "--rpc.plaintext", "true")
-    assert done.returncode == 1
+    assert done.returncode == REFUSED_EXIT
     assert "no such model" in done.stderr
     assert "smollm2-135m-instruct" in done.stderr
 

@@ -35,6 +35,8 @@ _MOST_TOKENS = 512
 # Weights are stored in blocks of so many outputs and inputs.
 _OUTPUTS, _INPUTS = 16, 64
 _MIDDLE = tl.constexpr(8)
+# The first compute capability that adds pairs of bfloat16.
+_ADDS_BFLOAT16 = (9, 0)
 # What else is needed besides integers and scales: nothing, zero points, or numbers that are added to scaled integers.
 _SYMMETRIC, _ZERO_POINTS, _SHIFTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Triton's interpreter has no assembler.
@@ -351,12 +353,17 @@ def fits(matrix: GroupedMatrix, dtype: torch.dtype) -> bool:
     """Return whether a matrix has integers of four bits in whole blocks, and scales within the range of `dtype`."""
     if matrix.bits != 4 or matrix.numbers is not Numbers.INTEGERS or matrix.values.shape[1] % _INPUTS:
         return False
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype != torch.float16 and not (dtype == torch.bfloat16 and _adds_bfloat16(matrix.values.device)):
         return False
     sizes = matrix.scales.float().abs()
     # Of numbers below the smallest normal one, and above the largest, bits are lost.
     limits = torch.finfo(dtype)
     return bool(((sizes == 0) | ((sizes >= limits.tiny) & (sizes <= limits.max / 16))).all())
+
+
+def _adds_bfloat16(device: torch.device) -> bool:
+    """Return whether a device adds pairs of bfloat16; where programs are interpreted, it does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _ADDS_BFLOAT16
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:

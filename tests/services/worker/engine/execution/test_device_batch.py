@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
@@ -13,6 +14,9 @@ from common.types import StepId
 from services.worker.engine.execution.device_batch import DeviceBatch
 from services.worker.engine.plans.rows import RowStates
 from tests.services.worker.engine.scenario import open_row
+
+if TYPE_CHECKING:
+    import torch
 
 SLOTS, CONTEXT, PAGE_SIZE = 4, 64, 16
 
