@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.notations.notation import Call
 from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPiece, merged
+from common.notations.reasoning import MARKS as REASONING_MARKS
 from common.notations.registry import NOTATIONS
 from common.types import ReasoningStyle, ToolStyle
 from gateway.parsing import ParsingRules, call_prefix
@@ -181,6 +182,35 @@ def test_parsing_does_not_depend_on_the_chunk_boundaries(
     assert read(reading, list(text)) == expected
     for cut in range(1, len(text)):
         assert read(reading, [text[:cut], text[cut:]]) == expected
+
+
+# Reasoning and an answer that contain what marks begin with, and white space.
+THOUGHT, ANSWER = "I see: 1 < 2, [1], </ and ◁.\n\n<|So", "1 <\n\n[2] </ is ◁ <|x"
+
+
+# Harmony's prompts open no message.
+MARKED = [style for style in ReasoningStyle if style is not ReasoningStyle.HARMONY]
+
+
+@pytest.mark.parametrize(
+    ("style", "begins"),
+    [*((style, False) for style in ReasoningStyle), *((style, True) for style in MARKED)],
+)
+def test_reasoning_of_every_style_is_read_wherever_it_is_cut(style: ReasoningStyle, begins: bool) -> None:
+    marks = REASONING_MARKS[style]
+    is_harmony = style is ReasoningStyle.HARMONY
+    between = "<|start|>assistant<|channel|>final<|message|>" if is_harmony else "\n\n"
+    before, after = marks.answer
+    opening = "" if begins else marks.opening
+    text = f"{opening}{THOUGHT}{marks.closing}{between}{before}{ANSWER}{after}"
+    rules = ParsingRules(reasoning_style=style, begins_with_reasoning=begins)
+    expected = [Reasoning(THOUGHT), TextPiece(ANSWER)]
+    assert read(rules, [text]) == expected
+    assert read(rules, list(text)) == expected
+    for cut in range(1, len(text)):
+        assert read(rules, [text[:cut], text[cut:]]) == expected, text[:cut]
+    for size in range(2, 6):
+        assert read(rules, [text[at : at + size] for at in range(0, len(text), size)]) == expected, size
 
 
 MARKS = (
