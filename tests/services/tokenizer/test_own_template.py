@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.errors import ConfigurationError
 from common.requests import ChatMessage, ChatPrompt
@@ -16,7 +17,7 @@ from common.types import ToolStyle
 from services.tokenizer.__main__ import build
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.images.prompts import NoImages
-from tests.common.notations.templates import CHATML, TEMPLATES
+from tests.common.notations.templates import CHATML, TEMPLATES, chatml
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +30,9 @@ TOOL = json.dumps({"type": "function", "function": {"name": "look", "parameters"
 CHAT = ChatPrompt((ChatMessage("user", "Hi"),), (TOOL,))
 
 
-def encoder_with(model: TextModel, chat_template: str) -> PromptEncoder:
-    """Return the encoder that the service has with this setting."""
-    settings = Settings(model=ModelSettings(chat_template=chat_template))
+def encoder_with(model: TextModel, chat_template: str, tool_style: str = "auto") -> PromptEncoder:
+    """Return the encoder that the service has with these settings."""
+    settings = Settings(model=ModelSettings(chat_template=chat_template, tool_style=tool_style))
 
     async def built() -> PromptEncoder:
         with ThreadPoolExecutor(1) as executor:
@@ -54,6 +55,19 @@ def test_a_model_without_tools_gets_them_from_a_template(model: TextModel, tmp_p
         assert "look" in text
         assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
         assert model.tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("tool_style", ["auto", "glm", "none"])
+def test_a_notation_that_cannot_be_read_back_is_in_the_log_of_the_start(model: TextModel, tool_style: str) -> None:
+    template = chatml("{{ '<call>' + message.tool_calls | tojson + '</call>' }}")
+    with capture_logs() as logged:
+        problem = encoder_with(model, template, tool_style).style.tools_problem
+    warning = {
+        "event": "tools.refused", "log_level": "warning", "component": "template", "reason": problem,
+        "tool_style": tool_style,
+    }  # fmt: skip
+    assert (problem is not None) is (tool_style == "auto")
+    assert logged == ([] if problem is None else [warning])
 
 
 @pytest.mark.parametrize(
