@@ -101,7 +101,8 @@ def test_groups_compute_the_same_as_one_rank(
     assert [logits is None for logits, _, _ in results] == [False] * (groups - 1) + [True]
     for ids, (logits, _, _) in zip(PROMPTS, results[:-1], strict=False):
         torch.testing.assert_close(logits, reference_logits(reference, ids), atol=3e-4, rtol=1e-4)
-    # Five passes are as many as any group has; one without a request has joined all of them, perhaps the first in loading.
+    # Five passes are as many as any group has; one without a request has joined all of them, perhaps the first in
+    # loading.
     assert results[-1][2] >= 4
     loads = [each for _, each, _ in results]
     assert [each.first for each in loads] == sorted({each.first for each in loads})
