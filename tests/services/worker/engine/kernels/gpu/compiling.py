@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Values of what is constant while a program is compiled.
 Constants = dict[str, float]
-HOPPER, BLACKWELL = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32)
+AMPERE, HOPPER, BLACKWELL = (GPUTarget("cuda", capability, 32) for capability in (80, 90, 100))
 FLOATS = ("*bf16", "*fp16", "*fp32")
 
 
@@ -118,6 +118,8 @@ def main() -> None:
     for adds in (0, 1):
         norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
         sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
+        apart = {**norm, "OVERLAPS": 0}
+        sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, AMPERE, **apart))
     sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes() + adapter_sizes() + ordered_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
