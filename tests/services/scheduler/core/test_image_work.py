@@ -264,3 +264,27 @@ def test_random_lives_leave_workers_with_what_the_scheduler_knows(seed: int) -> 
     assert not outputs.has_dropped
     assert len(harness.worker.images.kept) == len(outputs)
     assert all(each.users == 0 for each in outputs._outputs.values())
+
+
+@pytest.mark.parametrize("host", [None, HostConfig(pages=256)])
+def test_a_prefix_with_a_picture_that_left_the_device_comes_back_from_the_host(host: HostConfig | None) -> None:
+    harness = Harness(vision=KEPT, pages=24, host=host)
+
+    def cached(name: str) -> int:
+        serve(harness, ask(name, [1, 2], (CAT, 12), [3, 4, 5], max_tokens=2))
+        return harness.cached[RequestId(name), 0]
+
+    assert cached("cold") == 0
+    for number in range(4):
+        serve(harness, make_request(f"text {number}", [200 * number + place for place in range(10, 70)], max_tokens=2))
+    assert cached("warm") == (0 if host is None else 16)
+
+
+@pytest.mark.parametrize(("pictures", "shared"), [([CAT, CAT, CAT], 16), ([CAT, DOG, sha256(b"cow").digest()], 0)])
+def test_text_with_a_picture_is_shared_once_enough_users_have_sent_both(pictures: list[bytes], shared: int) -> None:
+    harness = Harness(vision=KEPT, cache="user_aware", pages=128)
+    for number, picture in enumerate(pictures):
+        serve(harness, ask(f"{number}", [1, 2], (picture, 12), [3, 4, 5], user=f"user-{number}", max_tokens=2))
+    harness.cache.share()
+    serve(harness, ask("another", [1, 2], (CAT, 12), [3, 4, 5], user="dan", max_tokens=2))
+    assert harness.cached[RequestId("another"), 0] == shared

@@ -19,6 +19,7 @@ from services.scheduler.storage_desk import Keyring
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.storing_worker import DROP, FETCH, Objects, StoringWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.test_images import CAT, DOG, ask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -522,3 +523,20 @@ def test_prompts_too_short_for_a_lookup_do_not_count_as_skipped(keyring: Path) -
     loads = server.harness.core.memory.loads
     assert loads is not None
     assert loads.unread_tokens == 0
+
+
+def test_prefixes_with_a_picture_are_found_at_another_server_by_the_same_user_only(keyring: Path) -> None:
+    objects: Objects = {}
+
+    def cached(name: str, picture: bytes, user: str = "alice") -> int:
+        server = Server(keyring, objects)
+        request = ask(name, [1, 2], (picture, 21), list(range(100, 110)), user=user, max_tokens=2)
+        assert server.harness.core.submit(request, server.harness.now).rejected is None
+        server.finish()
+        return server.harness.cached[request.request_id, 0]
+
+    assert cached("cold", CAT) == 0
+    assert cached("warm", CAT) == 32
+    assert cached("stranger", CAT, user="bob") == 0
+    # The first page of four tokens ends in the picture.
+    assert cached("another picture", DOG) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.images import image_ids
 from common.types import Subject, View
 from services.tokenizer.routing.policies import (
     FREE_LOAD,
@@ -92,6 +94,16 @@ def test_an_affinity_key_belongs_to_one_user_s_prompts_with_equal_beginnings(
 ) -> None:
     mine = affinity_key(schedule("1", user="ann", ids=[*range(65)]))
     assert (affinity_key(other) == mine) is same
+
+
+def test_affinity_keys_depend_on_the_picture_at_the_beginning() -> None:
+    def key(picture: bytes, user: str, rest: int) -> bytes:
+        digest = hashlib.sha256(picture).digest()
+        return affinity_key(schedule("1", user=user, ids=[1, 2, *image_ids(digest, 100).tolist(), rest]))
+
+    mine = key(b"cat", "ann", 5)
+    assert key(b"cat", "ann", 6) == mine
+    assert len({mine, key(b"dog", "ann", 5), key(b"cat", "bob", 5)}) == 3
 
 
 def test_affinity_keys_separate_tenant_and_user() -> None:
