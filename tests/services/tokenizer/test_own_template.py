@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from services.tokenizer.encoding import PromptEncoder
     from services.tokenizer.relay import Scheduler
 
+    ToolSetting = Literal["auto", "glm", "none"]
+
 TOOL = json.dumps({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}})
 CHAT = ChatPrompt((ChatMessage("user", "Hi"),), (TOOL,))
 
 
-def encoder_with(model: TextModel, chat_template: str, tool_style: str = "auto") -> PromptEncoder:
+def encoder_with(model: TextModel, chat_template: str, tool_style: ToolSetting = "auto") -> PromptEncoder:
     """Return the encoder that the service has with these settings."""
     settings = Settings(model=ModelSettings(chat_template=chat_template, tool_style=tool_style))
 
@@ -58,7 +60,9 @@ def test_a_model_without_tools_gets_them_from_a_template(model: TextModel, tmp_p
 
 
 @pytest.mark.parametrize("tool_style", ["auto", "glm", "none"])
-def test_a_notation_that_cannot_be_read_back_is_in_the_log_of_the_start(model: TextModel, tool_style: str) -> None:
+def test_a_notation_that_cannot_be_read_back_is_in_the_log_of_the_start(
+    model: TextModel, tool_style: ToolSetting
+) -> None:
     template = chatml("{{ '<call>' + message.tool_calls | tojson + '</call>' }}")
     with capture_logs() as logged:
         problem = encoder_with(model, template, tool_style).style.tools_problem
