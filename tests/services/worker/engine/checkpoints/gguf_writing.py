@@ -18,7 +18,7 @@ from services.worker.engine.model.config import RouterScores
 from services.worker.engine.model.family import StackedPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -39,12 +39,14 @@ def write_gguf(
     wide: tuple[str, ...] = (),
     is_dequantised: bool = False,
     has_latent_rows: bool = True,
+    blocks_for: Callable[[str, tuple[int, ...]], tuple[GGMLQuantizationType, NDArray[np.uint8]]] | None = None,
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`.
 
     With `is_dequantised`, the quantised numbers are written in float32. Latent attention is written as converters do
-    since 2025 unless `has_latent_rows` is False.
+    since 2025 unless `has_latent_rows` is False. `blocks_for` takes the stored name and the shape of a matrix and
+    returns the blocks that are written in its place, for kinds that the library does not quantise to.
     """
     family = families_by_name()[config.family]
     gguf = family.gguf or families_by_architecture()[family.gguf_name or ""][1]
@@ -54,7 +56,10 @@ def write_gguf(
     def add(name: str, values: NDArray[np.float32]) -> None:
         is_wide = values.ndim == 1 or any(part in name for part in wide)
         kind = GGMLQuantizationType.F32 if is_wide else quantization
-        data = quantize(values, kind)
+        if blocks_for is None or is_wide:
+            data = quantize(values, kind)
+        else:
+            kind, data = blocks_for(name, values.shape)
         if is_dequantised:
             kind, data = GGMLQuantizationType.F32, dequantize(data, kind)
         writer.add_tensor(name, data, raw_dtype=kind)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,9 +30,12 @@ from tests.services.worker.engine.families import (
     save_family,
     save_model,
 )
+from tests.services.worker.engine.quantization.test_gguf_blocks import random_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from tests.services.worker.engine.parallel.ranks import Ranks
 
@@ -150,7 +155,7 @@ def test_quantised_weights_are_dequantised(kind: str, tmp_path: Path) -> None:
 def logits_of(path: Path, **changes: object) -> torch.Tensor:
     runner = load(path, **changes)  # type: ignore[arg-type]  # whatever a test wants to change
     driver = Driver(runner)
-    logits = driver.run([(driver.open(30), random_ids(30, VOCABULARY))], all_tokens=True)
+    logits = driver.run([(driver.open(30), random_ids(30, VOCABULARY))], all_tokens=True).cpu()
     runner.close()
     return logits
 
@@ -182,6 +187,54 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
     if kind in ("Q4_1", "Q8_0"):
         together = ranks.run(compute_as_rank, 2, str(path))[0]
         torch.testing.assert_close(together, expected, atol=3e-4, rtol=1e-4)
+
+
+# Parts of the names of matrices that are stored as Q6_K; others are Q4_K. The second is llama.cpp's Q4_K_M.
+SIXES = {"Q4_K": (), "Q4_K_M": ("attn_v", "ffn_down", "output", "token_embd"), "Q6_K": ("",)}
+
+
+def k_quants(kinds: str, name: str, shape: tuple[int, ...]) -> tuple[GGMLQuantizationType, NDArray[np.uint8]]:
+    """Return random blocks for a matrix whose weights are about as large as those of a model."""
+    kind = "Q6_K" if any(part in name for part in SIXES[kinds]) else "Q4_K"
+    rows, deviation = int(np.prod(shape[:-1])), {"Q4_K": 2e-4, "Q6_K": 4e-5}[kind]
+    blocks = random_blocks(kind, rows, shape[-1] // 256, seed=zlib.crc32(name.encode()), deviation=deviation)
+    return GGMLQuantizationType[kind], blocks.numpy().reshape(*shape[:-1], -1)
+
+
+@pytest.mark.parametrize("backend", ["torch", "compiled", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kinds", SIXES)
+@pytest.mark.parametrize("family", ["llama tied", "qwen3 moe"])
+def test_k_quants_give_the_logits_of_dequantised_weights(
+    family: str, kinds: str, backend: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    name, options = FAMILIES[family]
+    # Blocks are 256 wide. All experts are chosen: roundings change no choice.
+    shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 256}
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, **shape, "num_experts_per_tok": 6}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for file, is_dequantised in (("model.gguf", False), ("wide.gguf", True)):
+        write_gguf(
+            tmp_path / file, source.config, tensors, wide=("ffn_gate_inp",), is_dequantised=is_dequantised,
+            blocks_for=partial(k_quants, kinds),
+        )  # fmt: skip
+    path, wide = tmp_path / "model.gguf", GgufCheckpoint(tmp_path / "wide.gguf")
+    packed = GgufCheckpoint(path).packed(QUERY)
+    assert packed is not None
+    assert packed.bits == (6 if kinds == "Q6_K" else 4)
+    save_file({each: wide.read(each) for each in tensors}, tmp_path / "model.safetensors")
+    expected = reference_logits(tmp_path, random_ids(30, VOCABULARY))
+    if backend == "gpu":
+        lost = error(logits_of(path, backend="torch", dtype="bfloat16"), expected)
+        assert error(logits_of(path, backend="gpu", dtype="bfloat16"), expected) < max(0.05, 1.5 * lost)
+        return
+    # Scales are rounded to float16, by at most one part in 2,048, and shifts, from which little may be left.
+    assert error(logits_of(path, backend=backend), expected) < 5e-3
+    if kinds == "Q4_K_M":
+        assert error(ranks.run(compute_as_rank, 2, str(path))[0], expected) < 5e-3
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
 
 
 def compute_with_packed_embedding(rank: int, world_size: int, rendezvous: str, path: str) -> torch.Tensor:

@@ -21,13 +21,13 @@ HALVES = {
 ROUNDED = ("Q4_K", "Q5_K", "Q6_K")
 
 
-def random_blocks(kind: str, rows: int, blocks: int) -> torch.Tensor:
-    """Return blocks of random bytes, [rows, blocks, bytes]; only their scales are sensible."""
-    generator = np.random.default_rng(0)
+def random_blocks(kind: str, rows: int, blocks: int, *, seed: int = 0, deviation: float = 0.01) -> torch.Tensor:
+    """Return blocks of random bytes, [rows, blocks, bytes]; only their scales are sensible, of this deviation."""
+    generator = np.random.default_rng(seed)
     _, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     for at in HALVES[kind]:
-        halves = generator.normal(0, 0.01, (rows, blocks, 1)).astype(np.float16)
+        halves = generator.normal(0, deviation, (rows, blocks, 1)).astype(np.float16)
         data[..., at : at + 2] = halves.view(np.uint8)
     if kind == "MXFP4":  # exponents of powers of two that float16 has
         data[..., 0] = 110 + data[..., 0] % 30
