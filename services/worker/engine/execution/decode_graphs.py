@@ -171,7 +171,7 @@ class DecodeGraph:
             self._graphs[name] = graph
 
     def _captured_runs(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what becomes a graph of its own, in this order."""
+        """Return the passes that become graphs of their own, in this order."""
         modes = () if self._sampler is None else tuple(SamplingMode)
         choices = [(mode, with_logprobs) for mode in modes for with_logprobs in (False, True)]
         runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]

@@ -1,4 +1,4 @@
-"""What a decoding process answers if it fails itself."""
+"""Answers of a decoding process that fails itself."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _lines(first: int, first_rank: int, b: torch.Tensor) -> PartLines:
 
 
 def table_columns(parts: int) -> int:
-    """Return how many columns a table has for products of up to `parts` matrices."""
+    """Return the number of columns of a table for products of up to `parts` matrices."""
     return int(HEAD.value + parts * OF_PART.value)
 
 
@@ -282,7 +282,7 @@ def _before_shrinking(
 
 
 def _share_of(width: int, form: _Shrinking, shares: int) -> int:
-    """Return how many inputs each program has, if about so many share them."""
+    """Return the number of inputs of each program, if about so many share them."""
     return _multiple(max(form.least, -(-width // shares)), form.depth)
 
 
@@ -314,7 +314,7 @@ def _expand_into(
 
 
 def _programs(form: _Expansion, tiles: TokenTiles, width: int, device: torch.device) -> tuple[int]:
-    """Return how many programs share the blocks of all tiles, whose number on the device is not known here."""
+    """Return the number of programs that share the blocks of all tiles, whose number on the device is not known here."""
     most = len(tiles.tiles) * triton.cdiv(width, form.block)
     if tiles.are_few:
         return (min(most, form.programs * _multiprocessors(device)),)

@@ -1,4 +1,4 @@
-"""What a stage receives and sends around its graphs, against connections that remember both."""
+"""Receives and sends of a stage around its graphs, against connections that remember both."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ GUESSED = 3
 
 @dataclass
 class Answers:
-    """What each row got."""
+    """Tokens and log probabilities of each row."""
 
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
