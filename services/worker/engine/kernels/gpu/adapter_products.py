@@ -314,7 +314,7 @@ def _expand_into(
 
 
 def _programs(form: _Expansion, tiles: TokenTiles, width: int, device: torch.device) -> tuple[int]:
-    """Return the number of programs that share the blocks of all tiles, whose number on the device is not known here."""
+    """Return the number of programs that share the blocks of all tiles, of which the host does not know the number."""
     most = len(tiles.tiles) * triton.cdiv(width, form.block)
     if tiles.are_few:
         return (min(most, form.programs * _multiprocessors(device)),)
