@@ -14,8 +14,11 @@ from services.worker.engine.parallel.group import DistributedGroup, join_group
 from services.worker.engine.parallel.shards import split_evenly
 from services.worker.engine.parallel.symmetric_memory import SIZES, ExchangeShape, Method
 from tests.services.worker.engine.driving import Driver, random_ids
+from tests.services.worker.engine.execution.test_families import OWN, PRECISE
 from tests.services.worker.engine.families import FAMILIES, save_model
 from tests.services.worker.engine.parallel.ranks import Ranks
+from tests.services.worker.engine.quantization.stored_formats import SCHEMES, store_quantised
+from tests.services.worker.engine.quantization.test_stored_formats import SHAPE
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
 if TYPE_CHECKING:
@@ -28,6 +31,16 @@ WORLD = 2
 VOCABULARY, ROWS, HIDDEN = 10, 4, 96
 # Sums of every method, and some that only NCCL makes: too many, of odd size.
 ELEMENTS = (8, 5120, 300_000, 2_600_000, SIZES[-1] // 2 + 8, 5)
+LLAMA, AWQ = "llama of two layers", "awq 32"
+# Choices of experts and groups which let every expert be chosen, so that roundings change no choice.
+ALL_EXPERTS: dict[str, dict[str, object]] = {
+    "gpt-oss": {"num_local_experts": 4, "num_experts_per_tok": 4},
+    "glm4 moe": {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
+    "llama4": {"num_local_experts": 2, "num_experts_per_tok": 2},
+    "deepseek v3": {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
+    "qwen3 next": {"num_experts": 4, "num_experts_per_tok": 4},
+}
+CUT = (LLAMA, AWQ, "gemma2", "gemma4", "olmo2", *ALL_EXPERTS)
 
 
 @pytest.fixture
@@ -119,9 +132,10 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
 def compute(
     rank: int, world_size: int, rendezvous: str, model: str, changes: dict[str, object] | None = None
 ) -> torch.Tensor:
+    fields = {"dtype": "bfloat16", "max_rows": 4, "device_pages": 64, **(changes or {})}
     spec = EngineSpec(
-        model, dtype="bfloat16", max_rows=4, device_pages=64, rank=rank, world_size=world_size, rendezvous=rendezvous,
-        **(changes or {}),  # type: ignore[arg-type]  # spec fields
+        model, rank=rank, world_size=world_size, rendezvous=rendezvous,
+        **fields,  # type: ignore[arg-type]  # spec fields
     )  # fmt: skip
     runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
     driver = Driver(runner)
@@ -149,10 +163,25 @@ def test_collectives_of_two_gpu_ranks_give_the_right_results(fresh_ranks: Ranks)
     assert [tuple(nothing.shape) for nothing in second["gathered"]] == [(0, VOCABULARY)] * 3
 
 
-def test_two_gpus_compute_the_same_as_one(fresh_ranks: Ranks, tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path)
-    both, nothing = fresh_ranks.run(compute, WORLD, str(tmp_path))
-    (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))
+def save_cut(directory: Path, model: str) -> None:
+    """Write one of `CUT`, of sizes for which there are programs."""
+    if model == LLAMA:
+        save_tiny_llama(directory)
+    elif model == AWQ:
+        save_model(directory, "Llama", {**FAMILIES["llama biased"][1], **SHAPE})
+        assert len(store_quantised(directory, SCHEMES[AWQ])) == 14
+    else:
+        name, options = FAMILIES[model]
+        changes = {**OWN[model], **ALL_EXPERTS.get(model, {}), "initializer_range": 0.05}
+        save_model(directory, name, {**options, **changes})
+
+
+@pytest.mark.parametrize("model", CUT)
+def test_two_gpus_compute_the_same_as_one(fresh_ranks: Ranks, model: str, tmp_path: Path) -> None:
+    save_cut(tmp_path, model)
+    changes = {"dtype": PRECISE.get(model, "bfloat16")}
+    both, nothing = fresh_ranks.run(compute, WORLD, str(tmp_path), changes)
+    (alone,) = fresh_ranks.run(compute, 1, str(tmp_path), changes)
     assert tuple(nothing.shape) == (0, alone.shape[1])
     error = (both - alone).norm() / alone.norm()
     assert float(error) < 2e-2
