@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -148,7 +149,8 @@ async def test_a_video_that_takes_too_long_is_refused(directory: Path) -> None:
     async with running(bench):
         await until(lambda: len(bench.children) == 1)
         (first,) = bench.children
-        assert "takes longer than 0.001 s" in await refusal(bench, slow)
+        # On a busy machine its second of a processor may be over before this process looks at the time.
+        assert re.search("takes longer than 0.001 s|takes more than .* s of a processor", await refusal(bench, slow))
         await until(lambda: len(bench.children) == 1 and bench.children != [first])
 
 
