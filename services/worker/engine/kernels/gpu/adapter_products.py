@@ -70,8 +70,6 @@ class _Expansion:
     stages: int
     registers: int | None = None
     """Most of a thread, so that more programs find room."""
-    ahead: int = 0
-    """Lines of 128 bytes of each row of `b` that are fetched into the L2 cache while the first product still runs."""
 
 
 # Of few tokens with one matrix and with several together, and of many.
@@ -329,7 +327,7 @@ def _constants(
     registers = {} if form.registers is None else {"maxnreg": form.registers}
     return {
         "COLUMNS": table.shape[1], "ROWS": tiles.rows, "RANKS": _RANKS, "BLOCK": form.block, "SHARES": shares,
-        "PARTS": parts, "STAGES": form.stages, "AHEAD": form.ahead, "num_warps": form.warps, **registers,
+        "PARTS": parts, "STAGES": form.stages, "num_warps": form.warps, **registers,
     }  # fmt: skip
 
 

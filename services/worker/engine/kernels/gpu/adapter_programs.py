@@ -118,31 +118,6 @@ def _factor(b, outs, ranks, rank, columns, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(
-    line, begin, end, ELEMENT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """Start to load `b` at outputs [begin, end) into L2.
-
-    Of each part, they are up to AHEAD lines of 64 numbers, of RANKS rows.
-    """
-    rows = tl.arange(0, RANKS)
-    for part in tl.static_range(PARTS):
-        own = line + HEAD + part * OF_PART
-        b = tl.load(own).to(tl.pointer_type(ELEMENT))
-        first, outs, ranks = tl.load(own + 1).to(tl.int32), tl.load(own + 2).to(tl.int32), tl.load(own + 4).to(tl.int32)
-        begin_part, end_part = max(begin - first, 0), min(end - first, outs)
-        if (begin_part < end_part) & (ranks > 0):
-            columns = begin_part + tl.arange(0, AHEAD) * 64
-            is_there = (rows < ranks)[:, None] & (columns < end_part)[None, :]
-            # A line that is not there is fetched as the first one.
-            places = b + tl.where(is_there, rows[:, None] * outs + columns[None, :], 0)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
 def _share(tiles, width, BLOCK: tl.constexpr):
     """Return the blocks of a tile's `width` columns, and the first and stop of this program's, of all used tiles'."""
     blocks = tl.cdiv(width, BLOCK)
@@ -218,7 +193,7 @@ def _add_part(
 def expand(
     outputs, order, tiles, table, partial, count, most_ranks, shares, columns_out, stride,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
+    PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of tiles' shrunk inputs with `b` to this program's blocks of the outputs, part by part.
 
@@ -230,11 +205,6 @@ def expand(
     most_ranks = most_ranks // 32 * 32
     blocks, begin, end = _share(tiles, columns_out, BLOCK=BLOCK)
     if OVERLAPS:
-        if AHEAD > 0:  # noqa: SIM102 - only the first is constant
-            if begin < end:
-                line = table + tl.load(tiles + begin // blocks * 4).to(tl.int64) * COLUMNS
-                at, stop_at = begin % blocks * BLOCK, (begin % blocks + end - begin) * BLOCK
-                _fetch_ahead(line, at, stop_at, ELEMENT=element, RANKS=RANKS, PARTS=PARTS, AHEAD=AHEAD)
         follow()
     for index in range(begin // blocks, tl.cdiv(end, blocks)):
         tile = tiles + index * 4
@@ -281,7 +251,7 @@ def _gated_sums(gate_base, gate, up_base, up, ELEMENT: tl.constexpr, ACTIVATION:
 def expand_and_gate(
     both, outputs, order, tiles, table, partial, count, most_ranks, shares, width,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write this program's blocks of the gated product of both halves [tokens, 2 width], with products with `b` added.
@@ -294,14 +264,6 @@ def expand_and_gate(
     most_ranks = most_ranks // 32 * 32
     blocks, begin_block, end_block = _share(tiles, width, BLOCK=BLOCK)
     if OVERLAPS:
-        if AHEAD > 0:  # noqa: SIM102 - only the first is constant
-            if begin_block < end_block:
-                line = table + tl.load(tiles + begin_block // blocks * 4).to(tl.int64) * COLUMNS
-                at = begin_block % blocks * BLOCK
-                stop_at = min(at + (end_block - begin_block) * BLOCK, width)
-                _fetch_ahead(line, at, stop_at, ELEMENT=element, RANKS=RANKS, PARTS=PARTS, AHEAD=AHEAD)
-                at, stop_at = at + width, stop_at + width
-                _fetch_ahead(line, at, stop_at, ELEMENT=element, RANKS=RANKS, PARTS=PARTS, AHEAD=AHEAD)
         follow()
     for index in range(begin_block // blocks, tl.cdiv(end_block, blocks)):
         tile = tiles + index * 4

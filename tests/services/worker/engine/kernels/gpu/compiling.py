@@ -272,11 +272,11 @@ def adapter_sizes() -> list[int]:
         sizes.append(build(adapter_programs.look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles, RANKS=16))
         shrunk: Constants = {**tiles, **how, "RANKS": 16, "SHARES": shares}
         for parts in (1, 2, 3):
-            cut = {"BLOCK": plain.block, "STAGES": plain.stages, "AHEAD": plain.ahead, "PARTS": parts}
+            cut = {"BLOCK": plain.block, "STAGES": plain.stages, "PARTS": parts}
             expand = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
             sizes.append(build(adapter_programs.expand, expand, plain.warps, **shrunk, **cut))
         for activation in (0, 1):
-            cut = {"BLOCK": gated.block, "STAGES": gated.stages, "AHEAD": gated.ahead, "PARTS": 2}
+            cut = {"BLOCK": gated.block, "STAGES": gated.stages, "PARTS": 2}
             gate = "*bf16 *bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32"
             sizes.append(
                 build(adapter_programs.expand_and_gate, gate, gated.warps, **shrunk, **cut, ACTIVATION=activation)
