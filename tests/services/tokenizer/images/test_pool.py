@@ -46,10 +46,12 @@ SEED = 20_261_124
 class Bench:
     """A pool, and the processes that it has started."""
 
-    def __init__(self, directory: Path, timeout_s: float = 60.0, processes: int = 1) -> None:
+    def __init__(
+        self, directory: Path, timeout_s: float = 60.0, processes: int = 1, limits: ChildLimits = LIMITS
+    ) -> None:
         self.processor = read_processor(directory, "<image>")
         self.recent = RecentImages(KEPT_BYTES)
-        self.pool = ImagePool(directory, self.processor, LIMITS, processes, timeout_s, self.recent)
+        self.pool = ImagePool(directory, self.processor, limits, processes, timeout_s, self.recent)
 
     @property
     def children(self) -> list[psutil.Process]:

@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from common.errors import ConfigurationError
+from common.images import image_ids
 from services.tokenizer.images.processor import Detail, RefusedImageError, prepared
 from services.tokenizer.images.registry import read_processor
 from tests.services.tokenizer.images.pictures import picture
@@ -126,6 +127,29 @@ def test_a_low_detail_costs_fewer_embeddings(name: str, tmp_path: Path) -> None:
     auto, high, low = (prepare(processor, image, detail) for detail in (Detail.AUTO, Detail.HIGH, Detail.LOW))
     assert auto.digest == high.digest != low.digest
     assert low.embeddings < auto.embeddings / 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image_mean": [0.5, 0.5, 0.5]},
+        {"image_std": [0.5, 0.5, 0.5]},
+        {"rescale_factor": 1 / 127.5},
+        {"resample": 2},
+        {"min_pixels": 6272},
+        {"max_pixels": 199_999},
+        {"max_pixels": 50_000},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_setting_takes_part_in_the_key_of_a_picture(changes: dict[str, Any], tmp_path: Path) -> None:
+    """So pages that were computed with other settings are not hit, also where the values that are cut are equal."""
+    image = picture(280, 196)
+    first, again = (prepare(processor_of(tmp_path, "qwen2.5-vl"), image) for _ in range(2))
+    other = prepare(processor_of(tmp_path, "qwen2.5-vl", **changes), image)
+    assert first.digest == again.digest != other.digest
+    ids, others = (image_ids(each.digest, each.embeddings) for each in (first, other))
+    assert not np.isin(others, ids).any()
 
 
 def test_a_low_detail_has_no_crops(tmp_path: Path) -> None:
