@@ -11,6 +11,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from PIL import Image
 
 from common.settings import GatewaySettings, ModelSettings, Settings, TokenizerSettings
@@ -18,6 +19,7 @@ from common.settings.tokenizer import ImageDecodingSettings
 from deploy.cli import main
 from tests.e2e.conftest import serve
 from tests.e2e.seeing_model import (
+    PAD,
     chat_prompt,
     content_of,
     continued,
@@ -30,6 +32,7 @@ from tests.e2e.seeing_model import (
 )
 from tests.services.tokenizer.images.clips import clip_file, clip_pictures, decoded, sound_file
 from tests.services.tokenizer.images.pictures import file_of, picture
+from tests.services.worker.engine.vision.models import expected
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -41,7 +44,10 @@ if TYPE_CHECKING:
 TOKENS = 8
 SMALL = picture(40, 56, seed=1)
 WIDE = picture(200, 60, seed=2)
+WIDE_TOKENS = chat_prompt(WIDE).images[0].length
 MAX_IMAGES = 4
+# Of the most likely tokens.
+TOP = 3
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,26 @@ def test_answers_to_images_are_those_of_transformers(seeing: Served, directory: 
     prompt = chat_prompt(*parts)
     assert answer["choices"][0]["token_ids"] == continued(directory, prompt, TOKENS)
     assert answer["usage"]["prompt_tokens"] == len(prompt.ids)
+
+
+def test_log_probabilities_after_images_are_those_of_transformers(seeing: Served, directory: Path) -> None:
+    parts = "Two: ", WIDE, " and ", SMALL, "Which is wider?"
+    tokens, logits = expected(directory, chat_prompt(*parts), TOKENS, PAD)
+    reference = torch.log_softmax(logits, dim=-1)
+    # The second time, the images are found in the cache.
+    for is_cached in (False, True):
+        body = body_of(seeing, "lena", message(*parts)) | {"logprobs": True, "top_logprobs": TOP}
+        with seeing.http() as http:
+            answer = http.post("/v1/chat/completions", json=body).json()
+        assert (cached(answer) > WIDE_TOKENS) == is_cached
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == tokens
+        entries = choice["logprobs"]["content"]
+        assert len(entries) == TOKENS
+        for entry, token, row in zip(entries, tokens, reference, strict=True):
+            assert entry["logprob"] == pytest.approx(float(row[token]), abs=2e-3, rel=1e-3)
+            likeliest = [top["logprob"] for top in entry["top_logprobs"]]
+            assert likeliest == pytest.approx(row.topk(TOP).values.tolist(), abs=2e-3, rel=1e-3)
 
 
 def test_a_later_turn_finds_the_image_and_another_user_finds_nothing(seeing: Served) -> None:
