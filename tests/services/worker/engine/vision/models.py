@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": (
         "SmolVLM",
         {
-            "text_config": {"model_type": "llama", **_TEXT},
+            "text_config": {"model_type": "llama", **_TEXT, "head_dim": 16},
             "vision_config": {**_SIGLIP, "image_size": 32, "patch_size": 4},
             "scale_factor": 2,
             "image_token_id": PLACEHOLDER,
@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "idefics3": (
         "Idefics3",
         {
-            "text_config": {"model_type": "llama", **_TEXT, "tie_word_embeddings": True},
+            "text_config": {"model_type": "llama", **_TEXT, "head_dim": 16, "tie_word_embeddings": True},
             "vision_config": {**_SIGLIP, "image_size": 46, "patch_size": 5},
             "scale_factor": 3,
             "image_token_id": PLACEHOLDER,
@@ -273,7 +273,10 @@ def save(directory: Path, family: str, vocabulary: int = VOCABULARY, **changes: 
 def _oracle(directory: Path) -> Any:  # transformers is not typed
     import transformers
 
-    return transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    oracle = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    # Nothing ends an answer, and no token is excluded from it.
+    oracle.generation_config.eos_token_id = None
+    return oracle
 
 
 def expected(
@@ -308,8 +311,8 @@ def expected(
         if videos and oracle.config.model_type == "qwen2_5_vl":
             inputs["second_per_grid_ts"] = torch.tensor([interval / TOKENS_PER_SECOND] * len(videos))
         made = oracle.generate(
-            ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-            do_sample=False, output_logits=True, return_dict_in_generate=True,
+            ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)
 
