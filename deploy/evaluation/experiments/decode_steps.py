@@ -70,6 +70,8 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "gptq-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+    # As GGUF's Q8_0 is held.
+    "packed-8-32": {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False},
     # As GGUF's Q4_K is held: 4 bits, groups of 32, scales and offsets.
     "packed-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False},
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from services.worker.engine.host import available_cores
 from services.worker.engine.parallel.shards import shard_model
 from services.worker.engine.quantization import grouped, int8
 from services.worker.engine.quantization.fp8 import quantise, quantise_blocks
+from services.worker.engine.quantization.grouped import GroupedMatrix
 
 if TYPE_CHECKING:
     import argparse
@@ -29,6 +31,24 @@ if TYPE_CHECKING:
     Multiply = Callable[[torch.Tensor], object]
     Quantiser = Callable[[torch.Tensor], QuantisedMatrix]
 
+
+def in_any_order(weight: torch.Tensor) -> QuantisedMatrix:
+    """Return `weight` in 4 bits as GPTQ with `desc_act` has it: groups of 128 inputs from anywhere in the row."""
+    inputs = weight.shape[1]
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0)).to(weight.device)
+    matrix = grouped.quantise(weight[:, order], bits=4, group=128, has_zero_points=False)
+    return replace(matrix, order=order, input_width=inputs)
+
+
+def with_minima(weight: torch.Tensor) -> QuantisedMatrix:
+    """Return `weight` in 4 bits as GGUF's Q4_K has it: groups of 32, whose offsets are no multiple of the scale."""
+    groups = weight.float().view(weight.shape[0], -1, math.gcd(32, weight.shape[1]))
+    low, high = groups.aminmax(dim=2)
+    scales = ((high - low) / 15).clamp_min(1e-6)
+    values = ((groups - low[:, :, None]) / scales[:, :, None]).round_().clamp_(0, 15).to(torch.uint8)
+    return GroupedMatrix(values.flatten(1), 4, scales.half(), low.half())
+
+
 # The formats of weights that are compared with bfloat16, by name.
 QUANTISERS: dict[str, Quantiser] = {
     "fp8": quantise,
@@ -36,7 +56,9 @@ QUANTISERS: dict[str, Quantiser] = {
     "int8": int8.quantise,
     "4 bits, groups of 128": partial(grouped.quantise, bits=4, group=128, has_zero_points=False),
     "4 bits, zero points": partial(grouped.quantise, bits=4, group=128, has_zero_points=True),
+    "4 bits, any order": in_any_order,
     "4 bits, groups of 32": partial(grouped.quantise, bits=4, group=32, has_zero_points=True),
+    "Q4_K": with_minima,
     "8 bits, groups of 32": partial(grouped.quantise, bits=8, group=32, has_zero_points=False),
 }
 # Weights that are read in turn: more than caches hold, of a GPU and of a processor.
