@@ -5,7 +5,8 @@ model answer prompts that repeat themselves more or less, one stream at a time, 
 
 `python -m deploy.evaluation.experiments.speculation deploy/evaluation/shapes/llama-3.1-8b --rows 1 8 64 256` measures a
 shape with dummy weights. Its rows may sample one token only, and each token of a draft is that one with the
-probability of `--acceptance`: so drafts are accepted as often as asked.
+probability of `--acceptance`: so drafts are accepted as often as asked. Figures are printed, and written, after each
+run; no round of a workload or of a number of rows begins that would end after `--time-limit`.
 
 The scheduler's core and the engine run in one process, without gRPC.
 """
@@ -14,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import random
-import shlex
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -40,8 +40,7 @@ from common.types import (
     SubscriberId,
     View,
 )
-from deploy.evaluation.bench.figures import Spread
-from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.partial_results import Deadline, PartialResults, report, within_time
 from services.scheduler.cache.factory import make_allocator, make_cache
 from services.scheduler.core.config import resolve_core
 from services.scheduler.core.core import SchedulerCore
@@ -63,6 +62,8 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m-instruct"
 REPEATS = 3
+# For closing the engine.
+RESERVE_S = 5.0
 # Of all workloads together.
 STREAMS = (5, 15)
 Method = Literal["off", "ngram"]
@@ -206,7 +207,7 @@ class DraftingServer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; write results where asked."""
+    """Measure and print; write results where asked; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="?", help="directory with config.json, for dummy weights")
     parser.add_argument(
@@ -218,24 +219,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each prompt of a shape")
     parser.add_argument("--new-tokens", type=int, default=160, help="tokens of each answer")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)
+    deadline = Deadline.after(arguments.time_limit)
     if arguments.shape is None:
-        model, figures = MODEL, measure_workloads(arguments)
+        measure_workloads(arguments, deadline, PartialResults("speculation", MODEL, arguments.json))
     else:
-        model, figures = f"{Path(arguments.shape).name} (dummy)", measure_shape(arguments)
-    for metric, (spread, unit) in figures.items():
-        sys.stdout.write(f"{metric:60} {spread.median:10.2f} {unit}  ({spread.low:.2f} to {spread.high:.2f})\n")
-    if arguments.json is not None:
-        command = shlex.join(["python", "-m", "deploy.evaluation.experiments.speculation", *(argv or sys.argv[1:])])
-        sheet = ResultSheet("speculation", model, 1, replace(Provenance.collect(()), command=command))
-        for metric, (spread, unit) in figures.items():
-            sheet.add_spread(metric, spread, unit)
-        write_results(arguments.json, sheet.results)
+        model = f"{Path(arguments.shape).name} (dummy)"
+        measure_shape(arguments, deadline, PartialResults("speculation", model, arguments.json))
     return 0
-
-
-Figures = dict[str, tuple[Spread, str]]
 
 
 def start(spec: EngineSpec, device: str) -> tuple[ModelEngine, DraftingServer]:
@@ -244,8 +237,8 @@ def start(spec: EngineSpec, device: str) -> tuple[ModelEngine, DraftingServer]:
     return engine, DraftingServer(engine, engine.configure(spec, lambda *_: None), spec.max_rows)
 
 
-def measure_workloads(arguments: argparse.Namespace) -> Figures:
-    """Return tokens per pass and per second of the bundled model's answers, greedily."""
+def measure_workloads(arguments: argparse.Namespace, deadline: Deadline, results: PartialResults) -> None:
+    """Add tokens per pass and per second of the bundled model's answers, greedily."""
     rows = max((1, *arguments.streams))
     spec = EngineSpec(MODEL, max_rows=rows, max_context=1024, device_pages=64 * rows, max_step_tokens=512)
     engine, server = start(spec, arguments.device)
@@ -256,64 +249,51 @@ def measure_workloads(arguments: argparse.Namespace) -> Figures:
     }
     asked = {name: [framed[name]] for name in arguments.workloads}
     asked |= {f"{count} streams": list(islice(cycle(framed.values()), count)) for count in arguments.streams}
-    figures: Figures = {}
-    for name, prompts in asked.items():
-        workload = DraftedWorkload(prompts, SamplingParams(temperature=0.0), arguments.new_tokens)
-        runs: dict[Method, list[DraftedRun]] = {"off": [], "ngram": []}
-        for _ in range(REPEATS):
-            for method, done in runs.items():
-                done.append(server.run(workload, method))
-        add_figures(figures, name, runs["off"], runs["ngram"])
-        same = float(runs["off"][0].outputs == runs["ngram"][0].outputs)
-        figures[f"{name}: equal outputs"] = Spread.of([same]), "of 1"
+    for name in within_time([name for name in asked for _ in range(REPEATS)], deadline, RESERVE_S):
+        workload = DraftedWorkload(asked[name], SamplingParams(temperature=0.0), arguments.new_tokens)
+        without, drafted = server.run(workload, "off"), server.run(workload, "ngram")
+        add_figures(results, name, without, drafted)
+        results.add(f"{name}: equal outputs", "of 1", [float(without.outputs == drafted.outputs)])
     engine.close()
-    return figures
 
 
-def measure_shape(arguments: argparse.Namespace) -> Figures:
-    """Return times between tokens by rows and acceptance."""
+def measure_shape(arguments: argparse.Namespace, deadline: Deadline, results: PartialResults) -> None:
+    """Add times between tokens by rows and acceptance; rounds of all rows take turns."""
     most, length = max(arguments.rows), arguments.prompt + arguments.new_tokens
     spec = EngineSpec(
         arguments.shape, load_format="dummy", max_rows=most, max_context=max(1024, length + 1), max_step_tokens=8192
     )
+    began_at = time.perf_counter()
     engine, server = start(spec, arguments.device)
+    report(f"the model is loaded after {time.perf_counter() - began_at:.1f} s")
     ids = np.random.default_rng(0).integers(0, 10_000, (most, arguments.prompt))
     sampling = SamplingParams(temperature=0.0, allowed_token_ids=(RIGHT,))
-    figures: Figures = {}
-    for rows in arguments.rows:
+    warm = set()
+    for rows in within_time(list(arguments.rows) * REPEATS, deadline, RESERVE_S):
         workload = DraftedWorkload(ids[:rows].tolist(), sampling, arguments.new_tokens)
-        server.run(workload, "off")
-        without: list[DraftedRun] = []
-        drafted: dict[float, list[DraftedRun]] = {acceptance: [] for acceptance in arguments.acceptance}
-        for _ in range(REPEATS):
-            without.append(server.run(workload, "off"))
-            for acceptance, done in drafted.items():
-                done.append(server.run(workload, "ngram", partial(SyntheticSources, acceptance)))
-        for acceptance, done in drafted.items():
-            add_figures(figures, f"{rows} rows, acceptance {acceptance:g}", without, done)
-            for label, runs in (("with drafts", done), ("without", without)):
-                itl = [1000 * rows / run.rate for run in runs]
-                figures[f"{rows} rows, acceptance {acceptance:g}, {label}: ITL"] = Spread.of(itl), "ms"
+        if rows not in warm:
+            warm.add(rows)
+            server.run(workload, "off")
+        without = server.run(workload, "off")
+        for acceptance in arguments.acceptance:
+            drafted = server.run(workload, "ngram", partial(SyntheticSources, acceptance))
+            name = f"{rows} rows, acceptance {acceptance:g}"
+            add_figures(results, name, without, drafted)
+            for label, run in (("with drafts", drafted), ("without", without)):
+                results.add(f"{name}, {label}: ITL", "ms", [1000 * rows / run.rate])
     engine.close()
-    return figures
 
 
-def add_figures(figures: Figures, name: str, without: list[DraftedRun], drafted: list[DraftedRun]) -> None:
+def add_figures(results: PartialResults, name: str, without: DraftedRun, drafted: DraftedRun) -> None:
     """Add throughput with drafts and without, tokens per pass, and the share of drafts that was accepted."""
-    figures[f"{name}, without: throughput"] = Spread.of([run.rate for run in without]), "tokens/s"
-    figures[f"{name}, with drafts: throughput"] = Spread.of([run.rate for run in drafted]), "tokens/s"
-    gains = [100 * (run.rate / base.rate - 1) for run, base in zip(drafted, without, strict=True)]
-    figures[f"{name}: gain"] = Spread.of(gains), "%"
+    results.add(f"{name}, without: throughput", "tokens/s", [without.rate])
+    results.add(f"{name}, with drafts: throughput", "tokens/s", [drafted.rate])
+    results.add(f"{name}: gain", "%", [100 * (drafted.rate / without.rate - 1)])
     # Other programs on the machine hardly change this.
-    busy = [
-        100 * (base.busy_s / base.tokens / run.busy_s * run.tokens - 1)
-        for run, base in zip(drafted, without, strict=True)
-    ]
-    figures[f"{name}: gain per processor time"] = Spread.of(busy), "%"
-    per_pass = [run.tokens / len(run.outputs) / run.passes for run in drafted]
-    figures[f"{name}: tokens per row and pass"] = Spread.of(per_pass), "tokens"
-    shares = [100 * run.accepted / max(run.drafted, 1) for run in drafted]
-    figures[f"{name}: accepted of drafted"] = Spread.of(shares), "%"
+    busy = without.busy_s / without.tokens / drafted.busy_s * drafted.tokens
+    results.add(f"{name}: gain per processor time", "%", [100 * (busy - 1)])
+    results.add(f"{name}: tokens per row and pass", "tokens", [drafted.tokens / len(drafted.outputs) / drafted.passes])
+    results.add(f"{name}: accepted of drafted", "%", [100 * drafted.accepted / max(drafted.drafted, 1)])
 
 
 if __name__ == "__main__":
