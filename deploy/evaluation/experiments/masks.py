@@ -1,16 +1,16 @@
-"""Costs of grammars: compiling, and the masks of a pass, at two sizes of vocabulary.
+"""Costs of grammars: compiling, and the masks of a pass, by vocabulary.
 
-Run as `python -m deploy.evaluation.experiments.masks --json deploy/evaluation/results/masks.json`.
-The larger vocabulary is the bundled model's, followed by pairs of its tokens.
+Run as `python -m deploy.evaluation.experiments.masks --json deploy/evaluation/results/masks.json`, which measures the
+bundled model's vocabulary, and that vocabulary followed by pairs of its tokens. `--model qwen3-0.6b/` measures the
+vocabulary of a directory instead, such as `deploy.evaluation.experiments.qwen_vocabulary` writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,16 @@ import xgrammar
 from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
-from deploy.evaluation.bench.figures import Spread
-from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.partial_results import PartialResults
 from services.worker.engine.grammars.matcher import Matcher, mask_words
 from services.worker.engine.sampling.logits_processors import apply_masks
 from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import EOS, VOCABULARY_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+BUNDLED = "smollm2-135m-instruct"
 LARGE = 128 * 1024
 ROWS = (1, 32)
 REPEATS = 20
@@ -54,53 +54,58 @@ SCHEMAS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """The bytes of each token, and the token that ends a text."""
+
+    pieces: Sequence[bytes]
+    eos: int
+
+    @property
+    def name(self) -> str:
+        """The part of a metric's name."""
+        return f"vocabulary {len(self.pieces) // 1000} k"
+
+
 def main() -> None:
     """Measure and print; write results where asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="DIRECTORY", help="model whose vocabulary is measured instead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, tuple[Spread, str]] = {}
-    for size in (VOCABULARY_SIZE, LARGE):
-        figures |= measure(size)
-    for metric, (spread, unit) in figures.items():
-        sys.stdout.write(f"{metric:60} {spread.median:10.3f} {unit}  ({spread.low:.3f} to {spread.high:.3f})\n")
-    if arguments.json is not None:
-        command = f"python -m deploy.evaluation.experiments.masks --json {arguments.json}"
-        sheet = ResultSheet("masks", "smollm2-135m-instruct", 1, replace(Provenance.collect(()), command=command))
-        for metric, (spread, unit) in figures.items():
-            sheet.add_spread(metric, spread, unit)
-        write_results(arguments.json, sheet.results)
+    if arguments.model is None:
+        results = PartialResults("masks", BUNDLED, arguments.json)
+        for size in (VOCABULARY_SIZE, LARGE):
+            measure(bundled_vocabulary(size), results)
+    else:
+        results = PartialResults("masks", arguments.model.resolve().name, arguments.json)
+        measure(vocabulary_of(arguments.model), results)
 
 
-def measure(size: int) -> dict[str, tuple[Spread, str]]:
-    """Return the figures of one size of vocabulary."""
-    compiler = xgrammar.GrammarCompiler(
-        xgrammar.TokenizerInfo(pieces(size), vocab_size=size, stop_token_ids=[EOS]), max_threads=2, cache_enabled=False
-    )
-    name = f"{size // 1000} k"
-    figures = {}
+def measure(vocabulary: TokenBytes, results: PartialResults) -> None:
+    """Add the figures of one vocabulary."""
+    size, name = len(vocabulary.pieces), vocabulary.name
+    info = xgrammar.TokenizerInfo(list(vocabulary.pieces), vocab_size=size, stop_token_ids=[vocabulary.eos])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
     for title, schema in SCHEMAS.items():
         text = json.dumps(schema)
-        spread = timed(lambda text=text: compiler.compile_json_schema(text, any_whitespace=False), 3)  # type: ignore[misc]
-        figures[f"compile, {title}, vocabulary {name}"] = spread, "ms"
+        times = timed(lambda text=text: compiler.compile_json_schema(text, any_whitespace=False), 3)  # type: ignore[misc]
+        results.add(f"compile, {title}, {name}", "ms", times)
     compiled = compiler.compile_json_schema(json.dumps(PERSON), any_whitespace=False)
-    own = pieces(size)
     for rows in ROWS:
         for place, start in PLACES.items():
-            matchers = [Matcher(compiled, size, own) for _ in range(rows)]
+            matchers = [Matcher(compiled, size, vocabulary.pieces) for _ in range(rows)]
             for matcher in matchers:
                 matcher._matcher.accept_string(start)
             masks = np.empty((rows, mask_words(size)), np.int32)
-            figures[f"fill, {place}, {rows} rows, vocabulary {name}"] = timed(lambda: fill(matchers, masks)), "ms"  # noqa: B023
+            results.add(f"fill, {place}, {rows} rows, {name}", "ms", timed(lambda: fill(matchers, masks)))  # noqa: B023
         logits, samples = torch.randn(rows, size), np.arange(rows)
-        figures[f"apply, {rows} rows, vocabulary {name}"] = timed(lambda: apply_masks(logits, samples, masks)), "ms"  # noqa: B023
+        times = timed(lambda: apply_masks(logits, samples, masks))  # noqa: B023
+        results.add(f"apply, {rows} rows, {name}", "ms", times)
         theirs, bits = torch.randn(rows, size), torch.from_numpy(masks)
-        figures[f"apply with XGrammar's own function, {rows} rows, vocabulary {name}"] = (
-            timed(lambda: xgrammar.apply_token_bitmask_inplace(theirs, bits)),  # noqa: B023
-            "ms",
-        )
-    return figures
+        times = timed(lambda: xgrammar.apply_token_bitmask_inplace(theirs, bits))  # noqa: B023
+        results.add(f"apply with XGrammar's own function, {rows} rows, {name}", "ms", times)
 
 
 def fill(matchers: list[Matcher], masks: np.ndarray[Any, np.dtype[np.int32]]) -> None:
@@ -113,24 +118,38 @@ def fill(matchers: list[Matcher], masks: np.ndarray[Any, np.dtype[np.int32]]) ->
         masks[index] = matcher.mask()
 
 
-def timed(run: Callable[[], object], repeats: int = REPEATS) -> Spread:
-    """Return milliseconds of a call."""
+def timed(run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Return the milliseconds of each call, after one that is not measured."""
     run()
-    seconds = []
+    milliseconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         run()
-        seconds.append((time.perf_counter() - started) * 1e3)
-    return Spread.of(seconds)
+        milliseconds.append((time.perf_counter() - started) * 1e3)
+    return milliseconds
 
 
-def pieces(size: int) -> list[bytes]:
-    """Return the bytes of a vocabulary of `size` tokens."""
-    tokenizer = load_text_model(resolve_model("smollm2-135m-instruct")).tokenizer
+def bundled_vocabulary(size: int) -> TokenBytes:
+    """Return the bundled model's vocabulary, with pairs of its tokens up to `size` tokens."""
+    tokenizer = load_text_model(resolve_model(BUNDLED)).tokenizer
     own = list(read_vocabulary(tokenizer, VOCABULARY_SIZE).plain_pieces.data)
     random = np.random.default_rng(0)
     pairs = random.integers(300, len(own), (size - len(own), 2))
-    return own + [own[left] + own[right] for left, right in pairs.tolist()]
+    return TokenBytes(own + [own[left] + own[right] for left, right in pairs.tolist()], EOS)
+
+
+def vocabulary_of(directory: Path) -> TokenBytes:
+    """Return the vocabulary of the model in `directory`.
+
+    Raises:
+        ConfigurationError: a file is missing or damaged.
+        SystemExit: the model names no token that ends a text.
+    """
+    model = load_text_model(resolve_model(str(directory), weights=False))
+    eos = model.tokenizer.token_to_id(model.special_tokens.get("eos_token", ""))
+    if eos is None:
+        raise SystemExit(f"{directory}: tokenizer_config.json names no eos_token")
+    return TokenBytes(read_vocabulary(model.tokenizer, model.vocabulary_size).plain_pieces.data, eos)
 
 
 if __name__ == "__main__":
