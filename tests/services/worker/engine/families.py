@@ -63,6 +63,11 @@ _LLAMA4 = {
     "intermediate_size": 48, "intermediate_size_mlp": 80, "num_local_experts": 5, "attention_chunk_size": 20,
     "floor_scale": 16, "attn_scale": 0.5, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+_GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
+_GEMMA4_SHARING: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -321,6 +326,48 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "deepseek v2 lite": {},
     "deepseek v3": {},
 }
+# Families whose GGUF files are not read, and what llama.cpp calls these.
+UNREAD_ARCHITECTURES = {
+    "glm": "chatglm", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "llama4_text": "llama4", "gemma4_text": "gemma4",
+}  # fmt: skip
+# Families without an implementation, which run through `transformers`, and what each has that Llama has not.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "starcoder2": ("Starcoder2", {"sliding_window": 20}),  # layer norms and biases
+    "cohere": ("Cohere", {"logit_scale": 0.5}),  # attention beside the feed-forward layer, pairs rotated side by side
+    "stablelm": ("StableLm", {"hidden_size": 64, "partial_rotary_factor": 0.5}),  # layer norms
+    "vaultgemma": ("VaultGemma", {"sliding_window": 20}),  # capped scores, every other layer with a window
+    "cohere2": (
+        "Cohere2",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gpt neox": ("GPTNeoX", {}),  # attention beside the feed-forward layer
+    "gpt2": ("GPT2", _GPT2),  # learned positions
+    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),  # a decoder within its model
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),  # layers without positions
+    "nemotron": ("Nemotron", {"partial_rotary_factor": 0.5}),  # squared activations
+    "ernie moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 1},
+    ),
+    # Embeddings of each layer, several residual streams, layers that take keys and values of others.
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            **_GEMMA4_SHARING,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+    ),
+    # Wider and fewer heads in layers without a window.
+    "gemma4": (
+        "Gemma4Text",
+        {**_GEMMA4_SHARING, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
+    "gemma4 of even heads": ("Gemma4Text", {**_GEMMA4_SHARING, "global_head_dim": 32}),
+}
 
 
 def save_family(directory: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
@@ -334,7 +381,7 @@ def save_model(
     """Write a tiny model of what `transformers` calls `name` for a task, its config changed by `options`."""
     import transformers
 
-    config = config_class(name)(**{**_SHAPE, **options})
+    config = tiny_config(name, options)
     torch.manual_seed(seed)
     model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
     with torch.no_grad():
@@ -348,6 +395,11 @@ def save_model(
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory, **changes)
     return directory
+
+
+def tiny_config(name: str, options: dict[str, Any]) -> Any:  # a PretrainedConfig
+    """Return the config of a tiny model of what `transformers` calls `name`, changed by `options`."""
+    return config_class(name)(**{**_SHAPE, **options})
 
 
 def config_class(name: str) -> Any:  # a PretrainedConfig

@@ -11,7 +11,15 @@ from services.worker.engine.families.registry import (
     families_by_name,
     wrapped_families,
 )
-from tests.services.worker.engine.families import FAMILIES, IN_GGUF, SHARED, config_class
+from tests.services.worker.engine.families import (
+    FAMILIES,
+    IN_GGUF,
+    OTHERS,
+    SHARED,
+    UNREAD_ARCHITECTURES,
+    config_class,
+    tiny_config,
+)
 
 
 def test_every_family_is_compared_with_transformers() -> None:
@@ -23,6 +31,18 @@ def test_every_architecture_of_gguf_files_is_compared() -> None:
     compared = {config_class(FAMILIES[each][0]).model_type for each in IN_GGUF}
     assert {family.name for family, _ in families_by_architecture().values()} <= compared
     assert {each.gguf_name for each in families_by_name().values()} <= {*families_by_architecture(), None}
+
+
+def test_families_without_gguf_files_say_what_these_would_be_called() -> None:
+    unread = {each.name for each in families_by_name().values() if each.gguf_architecture is None}
+    assert set(UNREAD_ARCHITECTURES) == unread
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_runs_through_transformers_has_no_implementation(name: str) -> None:
+    config = tiny_config(*OTHERS[name]).to_dict()
+    family = families_by_name().get(config["model_type"])
+    assert family is None or not family.covers(config)
 
 
 def test_mixtures_run_on_two_ranks() -> None:

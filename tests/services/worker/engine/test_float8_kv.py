@@ -18,8 +18,7 @@ from services.worker.engine.model.kv_pool import KvPool
 from services.worker.engine.model.kv_scales import measured_scales
 from services.worker.storage.objects import Miss, ObjectFormat
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import VOCABULARY, save_family, save_model
-from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
+from tests.services.worker.engine.families import OTHERS, VOCABULARY, save_family, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path

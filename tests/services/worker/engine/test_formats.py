@@ -25,7 +25,14 @@ from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.quantization import fp8, int8
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, IN_GGUF, VOCABULARY, config_class, save_model
+from tests.services.worker.engine.families import (
+    FAMILIES,
+    IN_GGUF,
+    UNREAD_ARCHITECTURES,
+    VOCABULARY,
+    config_class,
+    save_model,
+)
 from tests.services.worker.engine.mxfp4_checkpoints import save_published
 from tests.services.worker.engine.quantization.fp8_checkpoints import change_config
 from tests.services.worker.engine.quantization.stored_formats import (
@@ -46,11 +53,6 @@ if TYPE_CHECKING:
     from deploy.checks.families import Column
     from services.worker.engine.model.family import Family
 
-# The architectures of llama.cpp whose files are not read.
-UNREAD_ARCHITECTURES = {
-    "glm": "chatglm", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "llama4_text": "llama4", "gemma4_text": "gemma4",
-}  # fmt: skip
 PROMPT = random_ids(12, VOCABULARY)
 # Widths that formats can divide: by 16 in FP8, by 32 in groups, by no 128.
 SIZES: dict[str, Any] = {

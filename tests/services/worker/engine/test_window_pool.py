@@ -14,8 +14,14 @@ from services.worker.engine.loader import load_decoder
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.worker.engine.driving import random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
-from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
+from tests.services.worker.engine.families import (
+    FAMILIES,
+    OTHERS,
+    VOCABULARY,
+    reference_logits,
+    save_family,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,11 +16,10 @@ from deploy.models.facts import Evidence, facts_of
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_model
+from tests.services.worker.engine.families import FAMILIES, OTHERS, VOCABULARY, reference_logits, save_model
 from tests.services.worker.engine.test_cuda import PROMPTS, generate
 from tests.services.worker.engine.test_families import NEW_TOKENS, continued
 from tests.services.worker.engine.test_families import PROMPTS as FAMILY_PROMPTS
-from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,7 @@ from services.worker.engine.execution.piecewise_graphs import (
 )
 from services.worker.engine.model.batch import ForwardBatch
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, save_model
-from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
+from tests.services.worker.engine.families import FAMILIES, OTHERS, VOCABULARY, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_model
+from tests.services.worker.engine.families import FAMILIES, OTHERS, VOCABULARY, reference_logits, save_model
 from tests.services.worker.engine.test_families import as_rank, check_greedy, continued
 
 if TYPE_CHECKING:
@@ -25,43 +25,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.extended
 
 PROMPT = random_ids(70, VOCABULARY)
-GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
-GEMMA4: dict[str, Any] = {
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
-    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
-}  # fmt: skip
-# What each has that Llama has not is said where it is not in its name.
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "starcoder2": ("Starcoder2", {"sliding_window": 20}),  # layer norms and biases
-    "cohere": ("Cohere", {"logit_scale": 0.5}),  # attention beside the feed-forward layer, pairs rotated side by side
-    "stablelm": ("StableLm", {"hidden_size": 64, "partial_rotary_factor": 0.5}),  # layer norms
-    "vaultgemma": ("VaultGemma", {"sliding_window": 20}),  # capped scores, every other layer with a window
-    "cohere2": (
-        "Cohere2",
-        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "gpt neox": ("GPTNeoX", {}),  # attention beside the feed-forward layer
-    "gpt2": ("GPT2", GPT2),  # learned positions
-    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),  # a decoder within its model
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),  # layers without positions
-    "nemotron": ("Nemotron", {"partial_rotary_factor": 0.5}),  # squared activations
-    "ernie moe": (
-        "Ernie4_5_Moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 1},
-    ),
-    # Embeddings of each layer, several residual streams, layers that take keys and values of others.
-    "gemma3n": (
-        "Gemma3nText",
-        {**GEMMA4, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    ),
-    # Wider and fewer heads in layers without a window.
-    "gemma4": (
-        "Gemma4Text",
-        {**GEMMA4, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-    ),
-    "gemma4 of even heads": ("Gemma4Text", {**GEMMA4, "global_head_dim": 32}),
-}
 # Those that two ranks compute.
 SHARED = ("starcoder2", "cohere2", "gpt neox", "nemotron", "ernie moe", "gemma4 of even heads")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
