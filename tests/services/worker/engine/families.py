@@ -266,6 +266,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4",
         {**_LLAMA4, "num_experts_per_tok": 2, "no_rope_layer_interval": 2, "use_qk_norm": False, "floor_scale": 4},
     ),
+    # The last of four layers has no positions.
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "smollm3 windowed": (
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     # As SmolLM2: three query heads for each of three KV heads.
     "smol": (
         "Llama",
@@ -295,6 +307,8 @@ SHARED = {
     "glm4": "compiled",
     "glm4 moe": "compiled",
     "ernie biased": "torch",
+    "smollm3": "compiled",
+    "smollm3 windowed": "torch",
     "gpt-oss": "torch",
     "deepseek v2 lite": "compiled",
     "deepseek v3": "torch",
@@ -326,6 +340,7 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "seed oss": {},
     "ernie": {},
     "ernie biased": {},
+    "smollm3": {},
     "glm4 moe": {},
     "deepseek v2": {},
     "deepseek v2 lite": {},
@@ -350,7 +365,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),  # learned positions
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),  # a decoder within its model
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),  # layers without positions
     "nemotron": ("Nemotron", {"partial_rotary_factor": 0.5}),  # squared activations
     "ernie moe": (
         "Ernie4_5_Moe",
