@@ -183,6 +183,8 @@ _LLAMA_3 = SplitRule(
     ignore_merges=True,
     add_bos=True,
 )
+# Llama 3's tokenizer without a token in front of texts: Smaug, SmolLM3.
+_SMAUG = SplitRule(_LLAMA_3.patterns, ignore_merges=True)
 _GLM_4 = SplitRule(_LLAMA_3.patterns)
 _DEEPSEEK_3 = SplitRule(
     (
@@ -212,6 +214,7 @@ SPLIT_RULES = MappingProxyType(
         "gpt-2": SplitRule(),
         **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS_APART),
         **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA_3),
+        "smaug-bpe": _SMAUG,
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN_2),
         **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
         "tekken": _TEKKEN,

@@ -62,6 +62,7 @@ def test_byte_level_vocabularies_encode_as_transformers_does(tmp_path: Path, pre
     [
         ("deepseek-v3", "x1234 漢字かな.next <b>", ["x", "123", "4", " ", "漢字かな", ".next", " <", "b", ">"]),
         ("deepseek-v3", "It's 50% off!\n\n  Now", ["It", "'s", " ", "50", "%", " off", "!\n\n", " ", " Now"]),
+        ("smaug-bpe", "It'S 12345 x.y\n", ["It", "'S", " ", "123", "45", " x", ".y", "\n"]),
         ("glm4", "It'S 12345 漢字!\n x", ["It", "'S", " ", "123", "45", " 漢字", "!\n", " x"]),
     ],
 )
@@ -84,9 +85,10 @@ def test_digits_stand_alone_for_smollm(tmp_path: Path) -> None:
     assert model.tokenizer.encode("123", add_special_tokens=False).tokens == ["1", "2", "3"]
 
 
-def test_llama_3_takes_a_piece_that_is_a_token_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe"])
+def test_llama_3_takes_a_piece_that_is_a_token_whole(pre: str, tmp_path: Path) -> None:
     without_merge = replace(BYTE_LEVEL, merges=_MERGES[:-2])  # no way to merge up to "Ġand"
-    whole = load(write(tmp_path / "llama.gguf", replace(without_merge, pre="llama-bpe"))).tokenizer
+    whole = load(write(tmp_path / "llama.gguf", replace(without_merge, pre=pre))).tokenizer
     merged = load(write(tmp_path / "qwen.gguf", replace(without_merge, pre="qwen2"))).tokenizer
     assert whole.encode(" and", add_special_tokens=False).tokens == ["Ġand"]
     assert merged.encode(" and", add_special_tokens=False).tokens == ["Ġa", "n", "d"]
