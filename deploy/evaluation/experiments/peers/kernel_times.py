@@ -60,14 +60,14 @@ def seconds_of(run: Callable[[], None], seconds: float) -> float:
     return statistics.median(found)
 
 
-def checked(name: str, result: torch.Tensor, reference: torch.Tensor) -> float:
+def checked(name: str, result: torch.Tensor, reference: torch.Tensor, largest: float = LARGEST_ERROR) -> float:
     """Return the error of a result: the norm of its difference from the reference, relative to the reference's norm.
 
     Raises:
-        SystemExit: it is so large that not the same was computed.
+        SystemExit: it is above `largest`, so that not the same was computed.
     """
     error = float((result.float() - reference.float()).norm() / reference.float().norm())
-    if not error <= LARGEST_ERROR:
+    if not error <= largest:
         raise SystemExit(f"{name}: the result differs from the float32 reference by {error:.3g} of its norm")
     return error
 
