@@ -1,4 +1,4 @@
-"""Images: how many a second, first tokens after them, a chat about one, and text streams beside a load of them.
+r"""Images: how many a second, first tokens after them, a chat about one, and text streams beside a load of them.
 
 Text streams are watched alone, beside prompts of text and beside images, which come at the same times and have as many
 prompt tokens: gaps beside images that are longer than those beside texts are due to encoding.
@@ -6,6 +6,15 @@ prompt tokens: gaps beside images that are longer than those beside texts are du
 Run as `python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-7b`, with
 `--set model.load_format=dummy` where there are no weights; a directory that has no tokenizer gets a made-up one. On a
 CPU, `deploy/evaluation/shapes/qwen2.5-vl-tiny` with `--size 224x224`.
+
+With `--url LABEL=URL`, once or more, servers are measured that run already, such as one of vLLM; they take turns at
+each part. Each must serve the model under its directory's name; `--write-model` writes files that all can read:
+
+    python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --write-model model
+    pando up --model model --model.served_name qwen2.5-vl-tiny --model.load_format dummy --gateway.port 8401
+    vllm serve model --served-model-name qwen2.5-vl-tiny --load-format dummy --max-model-len 4096 --port 8402
+    python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --size 224x224 \
+        --streams 4 --images 32 --concurrency 4 --url pando=http://localhost:8401 --url vllm=http://localhost:8402
 
 Pictures are random, sent as PNG in data URLs, and new in each request unless it is about the same one again. Parts take
 turns: each round has one of each, or of `--parts`. Figures are printed, and written, after each part; no part begins
@@ -34,12 +43,13 @@ from PIL import Image
 
 from deploy.evaluation.attack.seeing_model import save_shape
 from deploy.evaluation.bench.client import AnswerReader, error_message
+from deploy.evaluation.bench.cpu import parse_target
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.evaluation.bench.partial_results import Deadline, PartialResults, report, within_time
 from deploy.evaluation.bench.transport import HttpClient, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
 # Any: JSON of requests.
 Message = dict[str, Any]
@@ -70,7 +80,7 @@ class RequestError(Exception):
 def main() -> int:
     """Measure and print; write results where asked; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="directory with config.json")
+    parser.add_argument("model", type=Path, help="directory with config.json; with --url, or the name that is served")
     parser.add_argument("--size", type=size_of, default="1024x768", help="width and height in pixels (%(default)s)")
     parser.add_argument("--images", type=int, default=64, help="for images per second (%(default)s)")
     parser.add_argument("--concurrency", type=int, default=16, help="of these requests (%(default)s)")
@@ -78,15 +88,61 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32, help="of text, with and without images (%(default)s)")
     parser.add_argument("--rate", type=float, default=4.0, help="images or texts a second beside them (%(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="for which they are watched (%(default)s)")
+    parser.add_argument(
+        "--url", action="append", default=[], metavar="[LABEL=]URL",
+        help="a running server with OpenAI's API, in place of a deployment; repeat it to measure several in turns",
+    )  # fmt: skip
     parser.add_argument("--encoders", type=int, default=0, help="workers that only encode images (%(default)s)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--write-model", type=Path, metavar="DIRECTORY", help="only write the files that are served")
     parser.add_argument("--label", help="name of the variant in the results file, such as that of other settings")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
     parser.add_argument("--json", type=Path)
     add_setting_arguments(parser)
     arguments = parser.parse_args()
     deadline = Deadline.after(arguments.time_limit)
+    if arguments.write_model is not None:
+        arguments.write_model.mkdir(parents=True, exist_ok=True)
+        save_shape(json.loads((arguments.model / "config.json").read_text(encoding="utf-8")), arguments.write_model)
+        return 0
+    if arguments.url:
+        if arguments.encoders or arguments.config or arguments.overrides:
+            parser.error("--encoders, --config and --set are of a deployment that is started here: leave out --url")
+        return measure_running(arguments, deadline)
+    return measure_launched(arguments, deadline)
+
+
+def measure_running(arguments: argparse.Namespace, deadline: Deadline) -> int:
+    """Measure servers that run already; return the exit status."""
+    # Of a directory, the deployments of this experiment serve its name.
+    name = arguments.model.name if arguments.model.is_dir() else str(arguments.model)
+    try:
+        servers = [
+            Server(label or url, HttpClient(url), label or url) for label, url in map(parse_target, arguments.url)
+        ]
+    except ValueError as error:
+        report(str(error))
+        return 2
+    return 1 if failures(measure(arguments, name, servers, deadline)) else 0
+
+
+def failures(measurement: Coroutine[Any, Any, None]) -> bool:
+    """Measure, and report requests that failed; return whether any did."""
+    try:
+        asyncio.run(measurement)
+    except* RequestError as errors:
+        report("\n".join(map(str, errors.exceptions)))
+        failed = True
+    else:
+        failed = False
+    return failed
+
+
+def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
+    """Start a deployment and measure it; return the exit status."""
+    encoders = f"encoders: {arguments.encoders}" if arguments.encoders else None
+    label = ", ".join(filter(None, (encoders, arguments.label))) or None
     with TemporaryDirectory(prefix="pando-images-") as folder:
         directory = served_directory(arguments.model, Path(folder))
         settings = (f"model.reference={directory}", f"model.served_name={arguments.model.name}", "model.images=on")
@@ -98,39 +154,45 @@ def main() -> int:
         try:
             with deployment:
                 report(f"a deployment serves after {time.monotonic() - began_at:.1f} s")
-                try:
-                    asyncio.run(measure(arguments, deployment.url, deadline))
-                except* RequestError as errors:
-                    failed = True
-                    report("\n".join([*map(str, errors.exceptions), deployment.last_lines()]))
+                servers = [Server("the deployment", HttpClient(deployment.url), label)]
+                if failed := failures(measure(arguments, arguments.model.name, servers, deadline)):
+                    report(deployment.last_lines())
         except LaunchError as error:
             report(str(error))
             return 1
     return 1 if failed else 0
 
 
-async def measure(arguments: argparse.Namespace, url: str, deadline: Deadline) -> None:
-    """Warm up, then run all parts of all rounds for which there is time.
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server under test; `label` distinguishes its results from those of others."""
+
+    name: str
+    http: HttpClient
+    label: str | None
+
+
+async def measure(arguments: argparse.Namespace, model: str, servers: Sequence[Server], deadline: Deadline) -> None:
+    """Warm up, then run all parts of all rounds for which there is time; servers take turns at each part.
 
     Raises:
         RequestError: a request failed, or did not end in time; alone or in an exception group.
     """
-    client = ImageClient(HttpClient(url), arguments.model.name, deadline)
-    encoders = f"encoders: {arguments.encoders}" if arguments.encoders else None
-    label = ", ".join(filter(None, (encoders, arguments.label))) or None
-    results = PartialResults("images", arguments.model.name, arguments.json, label=label)
-    measurement = ImageMeasurement(arguments, client, results)
-    began_at = time.monotonic()
-    await measurement.warm_up()
-    report(f"warm-up: {time.monotonic() - began_at:.1f} s")
-    measure_part = (
-        measurement.throughput, measurement.first_tokens, measurement.chat, measurement.streams_alone,
-        measurement.streams_beside_texts, measurement.streams_beside_images,
-    )  # fmt: skip
-    parts = dict(zip(PARTS, measure_part, strict=True))
+    measurements: dict[str, ImageMeasurement] = {}
+    for server in servers:
+        client = ImageClient(server.http, model, deadline)
+        results = PartialResults("images", arguments.model.name, arguments.json, label=server.label)
+        measurements[server.name] = ImageMeasurement(arguments, client, results)
+    for name, measurement in measurements.items():
+        began_at = time.monotonic()
+        await measurement.warm_up()
+        report(f"warm-up of {name}: {time.monotonic() - began_at:.1f} s")
     chosen = [name for name in PARTS if name in arguments.parts]
-    for name in within_time(chosen * arguments.repeats, deadline, RESERVE_S):
-        await parts[name]()
+    for part in within_time(chosen * arguments.repeats, deadline, RESERVE_S):
+        for name, measurement in measurements.items():
+            if len(measurements) > 1:
+                report(f"{name}:")
+            await measurement.run(part)
 
 
 class ImageMeasurement:
@@ -150,6 +212,14 @@ class ImageMeasurement:
         await self._ask_all(pictures[SEVERAL:])
         await self._client.ask(next(self._users), [about(pictures[:SEVERAL])], 1)
         await self._watch_streams((), self._arguments.seconds / 4)
+
+    async def run(self, part: str) -> None:
+        """Measure one of `PARTS`."""
+        measure_part = (
+            self.throughput, self.first_tokens, self.chat, self.streams_alone, self.streams_beside_texts,
+            self.streams_beside_images,
+        )  # fmt: skip
+        await dict(zip(PARTS, measure_part, strict=True))[part]()
 
     async def throughput(self) -> None:
         """Requests of one image and one output token each, as many at once as asked."""
