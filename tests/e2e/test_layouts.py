@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -86,6 +86,22 @@ ARRANGEMENTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """What one layout, or several together, have been through."""
+
+    requests: int
+    kills: int
+    refusals: int
+    ties: int
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(own + its for own, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests, {self.kills} kills, {self.refusals} refusals, {self.ties} ties"
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     token_ids: tuple[int, ...]
     text: str
@@ -104,6 +120,12 @@ class Answer:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A dense model and a mixture of experts, with a tokenizer of bytes."""
     return {kind: save_byte_model(tmp_path_factory.mktemp(kind), family) for kind, family in ONE.items()}
+
+
+@pytest.fixture(scope="module")
+def tallies() -> list[Tally]:
+    """Those of the layouts that have passed."""
+    return []
 
 
 @contextmanager
@@ -323,7 +345,7 @@ class Judge:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_random_requests_are_answered_as_by_one_rank_while_services_die(
-    name: str, checkpoints: dict[str, Path], run_root: Path
+    name: str, checkpoints: dict[str, Path], run_root: Path, tallies: list[Tally], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arrangement = ARRANGEMENTS[name]
     checkpoint = checkpoints[arrangement.family]
@@ -343,5 +365,7 @@ def test_random_requests_are_answered_as_by_one_rank_while_services_die(
     # Whatever the sizes of both groups.
     assert killer.fetched or all(group.role is GroupRole.BOTH for group in arrangement.groups)
     assert judge.ties <= 1 + count // 500
-    told = f"{count} requests, {len(killer.killed)} kills, {load.refusals} refusals, {judge.ties} ties"
-    sys.stdout.write(f"{name}: {told}\n")
+    tallies.append(Tally(count, len(killer.killed), load.refusals, judge.ties))
+    together = sum(tallies[1:], tallies[0])
+    with capsys.disabled():
+        sys.stdout.write(f"\n{name}: {tallies[-1]}; {len(tallies)} layouts so far: {together}\n")
