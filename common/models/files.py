@@ -24,3 +24,5 @@ class ModelFiles:
     name: str
     kind: ModelKind
     path: Path
+    shards: tuple[str, ...] | None = None
+    """The safetensors files in `path` with the tensors that were chosen; None: all tensors are needed."""

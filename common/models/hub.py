@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from common.models.progress import DownloadReport
     from common.models.references import HubReference
+    from common.models.selection import TensorChoice
 
 LIBRARY: Final = "pando"
 PARALLEL_FILES: Final = 4
@@ -61,18 +62,21 @@ class Fetched:
     commit: str
 
 
-def fetch(reference: HubReference, *, weights: bool, report: DownloadReport) -> Fetched:
+def fetch(
+    reference: HubReference, *, weights: bool, report: DownloadReport, choose: TensorChoice | None = None
+) -> Fetched:
     """Return the files of a model, downloaded if the cache lacks them; a commit that is cached needs no network.
 
     Args:
         reference: the model.
         weights: whether weights are needed, or only configuration and tokenizer.
         report: receives the progress if something is downloaded.
+        choose: the tensors whose files are needed; None: all.
 
     Raises:
         ConfigurationError: the model cannot be downloaded or served; the message says what to do.
     """
-    return _fetch(reference, partial(select_files, reference, weights=weights), report)
+    return _fetch(reference, partial(select_files, reference, weights=weights), report, choose)
 
 
 def fetch_adapter(reference: HubReference, report: DownloadReport) -> Path:
@@ -88,10 +92,15 @@ def fetch_adapter(reference: HubReference, report: DownloadReport) -> Path:
     return _fetch(reference, partial(select_adapter, reference), report).files.path
 
 
-def _fetch(reference: HubReference, select: Callable[[Iterable[str]], Selection], report: DownloadReport) -> Fetched:
+def _fetch(
+    reference: HubReference,
+    select: Callable[[Iterable[str]], Selection],
+    report: DownloadReport,
+    choose: TensorChoice | None = None,
+) -> Fetched:
     disable_progress_bars()
     try:
-        return _Download(reference, select, report).run()
+        return _Download(reference, select, report, choose).run()
     except FAILURES as error:
         raise ConfigurationError(explain(error, reference)) from error
 
@@ -110,11 +119,16 @@ class _Download:
     """The download of one model: what it needs, and what is there."""
 
     def __init__(
-        self, reference: HubReference, select: Callable[[Iterable[str]], Selection], report: DownloadReport
+        self,
+        reference: HubReference,
+        select: Callable[[Iterable[str]], Selection],
+        report: DownloadReport,
+        choose: TensorChoice | None,
     ) -> None:
         self._given = reference
         self._select = select
         self._report = report
+        self._choose = choose
         self._repository = reference.repository
         self._cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
         self._folder = self._cache / repo_folder_name(repo_id=reference.repository, repo_type="model")
@@ -131,7 +145,8 @@ class _Download:
                 if not is_unreachable(error) or (selection := self._present(snapshot)) is None:
                     raise
         if selection.gguf is None:
-            files = ModelFiles(self._repository, ModelKind.DIRECTORY, snapshot)
+            shards = self._shards(snapshot, selection) if self._choose is not None else None
+            files = ModelFiles(self._repository, ModelKind.DIRECTORY, snapshot, shards)
         else:
             files = ModelFiles(Path(selection.gguf).name, ModelKind.GGUF, snapshot / selection.gguf)
         return Fetched(files, commit)
@@ -152,13 +167,17 @@ class _Download:
         except ConfigurationError:
             return None
 
-    @staticmethod
-    def _complete(snapshot: Path, selection: Selection) -> Selection | None:
+    def _shards(self, snapshot: Path, selection: Selection) -> tuple[str, ...] | None:
+        """Return the files that the index in `snapshot` names, as far as they are needed; None without one."""
+        if selection.index is None:
+            return None
+        return shards_of((snapshot / selection.index).read_text(encoding="utf-8"), self._choose)
+
+    def _complete(self, snapshot: Path, selection: Selection) -> Selection | None:
         """Return `selection` with its shards; None if a file is missing in `snapshot`."""
         if not all((snapshot / name).is_file() for name in selection.files):
             return None
-        if selection.index is not None:
-            shards = shards_of((snapshot / selection.index).read_text(encoding="utf-8"))
+        if shards := self._shards(snapshot, selection):
             selection = Selection((*selection.files, *shards), index=selection.index)
         return selection if all((snapshot / name).is_file() for name in selection.files) else None
 
@@ -171,7 +190,7 @@ class _Download:
         first = selection.index or (configurations[0] if configurations else None)
         path = Path(hf_hub_download(self._repository, first, revision=commit, library_name=LIBRARY)) if first else None
         if selection.index is not None and path is not None:
-            shards = shards_of(path.read_text(encoding="utf-8"))
+            shards = shards_of(path.read_text(encoding="utf-8"), self._choose)
             if missing := [name for name in shards if name not in tree]:
                 raise ConfigurationError(
                     f"model {self._given}: {selection.index} names files that the repository lacks: "

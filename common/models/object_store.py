@@ -22,13 +22,14 @@ from huggingface_hub import constants
 from common.errors import ConfigurationError
 from common.logs import get_logger
 from common.models.files import ModelFiles, ModelKind
-from common.models.selection import select_files, shards_of
+from common.models.selection import Selection, select_files, shards_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from common.models.progress import DownloadReport
     from common.models.references import ObjectReference
+    from common.models.selection import TensorChoice
 
 PARALLEL_FILES: Final = 4
 CHUNK_BYTES: Final = 8 * 1024 * 1024
@@ -49,7 +50,9 @@ def folder_of(reference: ObjectReference) -> Path:
     return cache_root() / quote(reference.uri, safe="")
 
 
-def fetch(reference: ObjectReference, *, weights: bool, report: DownloadReport) -> ModelFiles:
+def fetch(
+    reference: ObjectReference, *, weights: bool, report: DownloadReport, choose: TensorChoice | None = None
+) -> ModelFiles:
     """Return the files of a model, downloaded if the cache lacks them.
 
     The store is asked for its listing each time; if it cannot be reached, or HF_HUB_OFFLINE is set, the version that
@@ -59,13 +62,14 @@ def fetch(reference: ObjectReference, *, weights: bool, report: DownloadReport) 
         reference: the model.
         weights: whether weights are needed, or only configuration and tokenizer.
         report: receives the progress if something is downloaded.
+        choose: the tensors whose files are needed; None: all.
 
     Raises:
         ConfigurationError: the model cannot be downloaded or served; the message says what to do.
     """
     folder = folder_of(reference)
     if constants.HF_HUB_OFFLINE:
-        return _cached(reference, folder, "HF_HUB_OFFLINE forbids a download", weights=weights)
+        return _cached(reference, folder, "HF_HUB_OFFLINE forbids a download", weights=weights, choose=choose)
     try:
         filesystem, prefix = fsspec.url_to_fs(reference.uri)
         entries = _listing(filesystem, prefix)
@@ -76,7 +80,7 @@ def fetch(reference: ObjectReference, *, weights: bool, report: DownloadReport) 
     except Exception as error:  # stores raise their own libraries' errors
         if (folder / _CURRENT).is_file() and not isinstance(error, PermissionError):
             log.warning("model.store_unreachable", model=str(reference), error=str(error))
-            return _cached(reference, folder, f"the store answered {error!r}", weights=weights)
+            return _cached(reference, folder, f"the store answered {error!r}", weights=weights, choose=choose)
         raise ConfigurationError(f"model {reference}: {_explain(error)}") from error
     if not entries:
         raise ConfigurationError(f"model {reference}: there are no objects below {reference.uri}/")
@@ -84,7 +88,7 @@ def fetch(reference: ObjectReference, *, weights: bool, report: DownloadReport) 
     version.mkdir(parents=True, exist_ok=True)
     download = _Download(reference, filesystem, entries, version, report)
     try:
-        files = download.run(weights=weights)
+        files = download.run(weights=weights, choose=choose)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -138,7 +142,9 @@ def _digest(entries: Mapping[str, Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:16]
 
 
-def _cached(reference: ObjectReference, folder: Path, reason: str, *, weights: bool) -> ModelFiles:
+def _cached(
+    reference: ObjectReference, folder: Path, reason: str, *, weights: bool, choose: TensorChoice | None
+) -> ModelFiles:
     """Return the files of the version that was used last.
 
     Raises:
@@ -148,7 +154,7 @@ def _cached(reference: ObjectReference, folder: Path, reason: str, *, weights: b
         version = folder / (folder / _CURRENT).read_text(encoding="utf-8")
         names = [path.relative_to(version).as_posix() for path in version.rglob("*") if path.is_file()]
         selection = select_files(reference, names, weights=weights)
-        shards = () if selection.index is None else shards_of((version / selection.index).read_text(encoding="utf-8"))
+        shards = _shards(version, selection, choose)
         missing = [name for name in shards if name not in names]
     except FileNotFoundError:
         missing = ["all files"]
@@ -157,12 +163,18 @@ def _cached(reference: ObjectReference, folder: Path, reason: str, *, weights: b
             f"model {reference}: it is not completely in the cache ({folder}; missing: {', '.join(missing)}), and "
             f"{reason}"
         )
-    return _files(version, selection.gguf)
+    return _files(version, selection.gguf, None if choose is None or selection.index is None else shards)
 
 
-def _files(version: Path, gguf: str | None) -> ModelFiles:
+def _shards(version: Path, selection: Selection, choose: TensorChoice | None) -> tuple[str, ...]:
+    if selection.index is None:
+        return ()
+    return shards_of((version / selection.index).read_text(encoding="utf-8"), choose)
+
+
+def _files(version: Path, gguf: str | None, shards: tuple[str, ...] | None) -> ModelFiles:
     if gguf is None:
-        return ModelFiles(version.name, ModelKind.DIRECTORY, version)
+        return ModelFiles(version.name, ModelKind.DIRECTORY, version, shards)
     return ModelFiles(Path(gguf).name, ModelKind.GGUF, version / gguf)
 
 
@@ -183,14 +195,14 @@ class _Download:
         self._version = version
         self._report = report
 
-    def run(self, *, weights: bool) -> ModelFiles:
+    def run(self, *, weights: bool, choose: TensorChoice | None) -> ModelFiles:
         # Other processes that want the same model wait.
         with FileLock(self._version.parent / "lock"):
             selection = select_files(self._reference, self._entries, weights=weights)
-            names = list(selection.files)
+            names, shards = list(selection.files), None
             if selection.index is not None:
                 self._fetch([selection.index])
-                shards = shards_of((self._version / selection.index).read_text(encoding="utf-8"))
+                shards = _shards(self._version, selection, choose)
                 if missing := [name for name in shards if name not in self._entries]:
                     raise ConfigurationError(
                         f"model {self._reference}: {selection.index} names objects that the store lacks: "
@@ -200,7 +212,7 @@ class _Download:
             self._fetch(names)
             folder = self._version.parents[1]
             _write(folder / "reference.json", json.dumps(self._reference.uri))
-        return _files(self._version, selection.gguf)
+        return _files(self._version, selection.gguf, None if choose is None else shards)
 
     def _fetch(self, names: Sequence[str]) -> None:
         missing = [name for name in names if not (self._version / name).is_file()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,14 @@ from common.models.bundled import BUNDLED_MODELS, find_bundled
 from common.models.files import ModelFiles, ModelKind
 from common.models.progress import LogReport
 from common.models.references import is_object_address, parse_hub_reference, parse_object_reference
+from common.models.selection import INDEX, shards_of
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from common.models.progress import DownloadReport
     from common.models.references import HubReference, ObjectReference
+    from common.models.selection import TensorChoice
 
 ACCEPTED = (
     f"Give a bundled model's name ({', '.join(BUNDLED_MODELS)}), a directory with config.json, a .gguf file, or a "
@@ -25,7 +28,7 @@ ACCEPTED = (
 )
 
 
-def resolve_model(reference: str, *, weights: bool = True) -> ModelFiles:
+def resolve_model(reference: str, *, weights: bool = True, choose: TensorChoice | None = None) -> ModelFiles:
     """Find the files that `reference` names; those of a hub are downloaded if the cache lacks them.
 
     A bundled model's name takes precedence over a path of the same name, for which `./name` can be written; a path that
@@ -35,14 +38,17 @@ def resolve_model(reference: str, *, weights: bool = True) -> ModelFiles:
         reference: a bundled model's name, a path, `organisation/repository[@revision][:quantization]`, or an address in
             an object store.
         weights: whether weights are needed, or only configuration and tokenizer.
+        choose: of a model with an index of its safetensors files, the tensors that are needed; None: all.
 
     Raises:
         ConfigurationError: there is no usable model, or it cannot be downloaded; the message says what to do.
     """
     local = find_local(reference)
-    if local is not None:
-        return local
-    return _fetch(reference, LogReport(), weights=weights)
+    if local is None:
+        return _fetch(reference, LogReport(), weights=weights, choose=choose)
+    if weights and choose is not None and (local.path / INDEX).is_file():
+        return replace(local, shards=shards_of((local.path / INDEX).read_text(encoding="utf-8"), choose))
+    return local
 
 
 def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
@@ -62,13 +68,14 @@ def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
     return str(named.at(_import(reference, "hub").fetch(named, weights=weights, report=report).commit))
 
 
-def _fetch(reference: str, report: DownloadReport, *, weights: bool) -> ModelFiles:
+def _fetch(reference: str, report: DownloadReport, *, weights: bool, choose: TensorChoice | None = None) -> ModelFiles:
     files: ModelFiles
     if is_object_address(reference):
         stored = object_reference(reference)
-        files = _import(reference, "object_store").fetch(stored, weights=weights, report=report)
+        files = _import(reference, "object_store").fetch(stored, weights=weights, report=report, choose=choose)
     else:
-        files = _import(reference, "hub").fetch(hub_reference(reference), weights=weights, report=report).files
+        named = hub_reference(reference)
+        files = _import(reference, "hub").fetch(named, weights=weights, report=report, choose=choose).files
     return files
 
 

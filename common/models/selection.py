@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from common.models.references import HubReference, ObjectReference
 
     Reference: TypeAlias = HubReference | ObjectReference
+    # Returns the names of those tensors that are needed, of the names of all tensors of a model.
+    TensorChoice: TypeAlias = Callable[[Collection[str]], Collection[str]]
 
 CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -105,17 +107,18 @@ def quantizations(files: Iterable[str]) -> list[str]:
     return sorted({_quantization_of(name) or name for name in files})
 
 
-def shards_of(index: str) -> tuple[str, ...]:
-    """Return the files that the content of a safetensors index names.
+def shards_of(index: str, choose: TensorChoice | None = None) -> tuple[str, ...]:
+    """Return the files that the content of a safetensors index names, or those of them with chosen tensors.
 
     Raises:
         ConfigurationError: it is damaged.
     """
     try:
-        names = set(json.loads(index)["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = dict(json.loads(index)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{INDEX} is damaged: {error!r}") from error
-    return tuple(sorted(str(name) for name in names))
+    chosen = files if choose is None else choose(files)
+    return tuple(sorted({str(files[name]) for name in chosen}))
 
 
 def _find_quantization(reference: Reference, wanted: str, models: list[str]) -> str:

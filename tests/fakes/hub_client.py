@@ -15,6 +15,7 @@ from common.settings import LogSettings
 from tests.fakes.forked import ForkedProgram
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -38,13 +39,18 @@ class HubClient:
             **changes,
         }
 
-    def start(self, reference: str, *, weights: bool = True, **changes: str) -> ForkedProgram:
-        """Start to resolve `reference`."""
-        return ForkedProgram("tests.fakes.hub_client", (reference, str(int(weights))), self.environment(**changes))
+    def start(
+        self, reference: str, *, weights: bool = True, tensors: Sequence[str] = (), **changes: str
+    ) -> ForkedProgram:
+        """Start to resolve `reference`; of the weights, those whose names are in `tensors`, or all without any."""
+        arguments = (reference, str(int(weights)), *tensors)
+        return ForkedProgram("tests.fakes.hub_client", arguments, self.environment(**changes))
 
-    def resolve(self, reference: str, *, weights: bool = True, **changes: str) -> dict[str, Any]:
+    def resolve(
+        self, reference: str, *, weights: bool = True, tensors: Sequence[str] = (), **changes: str
+    ) -> dict[str, Any]:
         """Return what `reference` is found to be, or {"error": …}."""
-        return result_of(self.start(reference, weights=weights, **changes))
+        return result_of(self.start(reference, weights=weights, tensors=tensors, **changes))
 
     def cached(self, repository: str) -> Path:
         """Return the repository's folder in the cache."""
@@ -59,12 +65,14 @@ def result_of(process: ForkedProgram) -> dict[str, Any]:
     return {**result, "log": log}
 
 
-def main(reference: str, weights: str) -> None:
+def main(reference: str, weights: str, *tensors: str) -> None:
     """Write what is found as JSON."""
     configure_logging("worker", LogSettings(format="json"))
     try:
-        files = resolve_model(reference, weights=bool(int(weights)))
-        found = {"path": str(files.path), "kind": files.kind.value, "name": files.name}
+        choose = set(tensors).intersection if tensors else None
+        files = resolve_model(reference, weights=bool(int(weights)), choose=choose)
+        found: dict[str, Any] = {"path": str(files.path), "kind": files.kind.value, "name": files.name}
+        found |= {"shards": files.shards}
     except ConfigurationError as error:
         found = {"error": str(error)}
     json.dump({**found, "imports_hub": "huggingface_hub" in sys.modules}, sys.stdout)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 SHAPE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
 
 
-def save_repository(folder: Path) -> Path:
-    """Save the files, the weights in two shards and once more as a pickle; return their folder."""
-    saved = save_model(folder, "Llama", SHAPE, max_shard_size="25MB")
+def save_repository(folder: Path, max_shard_size: str = "25MB") -> Path:
+    """Save the files, the weights in two shards or more, and once more as a pickle; return their folder."""
+    saved = save_model(folder, "Llama", SHAPE, max_shard_size=max_shard_size)
     specials = ["<pad>", "<s>", "<|end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}

@@ -31,7 +31,7 @@ from services.worker.engine.backends import (
     use_device,
 )
 from services.worker.engine.checkpoints.file_identity import identity_of_files
-from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
+from services.worker.engine.checkpoints.opening import open_stage
 from services.worker.engine.checkpoints.replacing import weight_files
 from services.worker.engine.checkpoints.safetensors_directory import read_json
 from services.worker.engine.decoder_memory import DecoderMemory, check_memory
@@ -98,10 +98,11 @@ def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions)
     Raises:
         ConfigurationError: it cannot be found or run as configured.
     """
-    files = resolve_model(spec.model, weights=spec.load_format != "dummy")
+    files = resolve_model(spec.model, weights=False)
     if files.kind is ModelKind.DIRECTORY and is_encoder_directory(files.path):
         if spec.deterministic:
             raise ConfigurationError("model.deterministic is not available with encoders, whose batches are padded")
+        files = resolve_model(spec.model, weights=spec.load_format != "dummy")
         return EncoderRunner.load(files.path, spec, report, options)
     return load_decoder(spec, report, options)
 
@@ -144,7 +145,7 @@ class DecoderLoader:
         self._report = report
         self._device = select_device(options)
         report(0.0, "reading the model's configuration")
-        self._checkpoint = open_checkpoint(spec.model, spec.load_format, self._device, read_rope(spec.rope_parameters))
+        self._checkpoint = open_stage(spec, self._device)
         self._config = self._checkpoint.config
         files = resolve_model(spec.model, weights=False)
         described = read_json(files.path / "config.json") if files.kind is ModelKind.DIRECTORY else {}

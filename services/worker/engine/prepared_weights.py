@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
-from common.models import resolve_model
 from services.worker.engine.backends import ranks_on_host
-from services.worker.engine.checkpoints.replacing import states_of
+from services.worker.engine.checkpoints.replacing import states_of, weights_of
 from services.worker.engine.host import available_memory
 from services.worker.engine.loader import DecoderLoader
 
@@ -53,7 +52,7 @@ def prepare_decoder(spec: EngineSpec, options: RunnerOptions, serving: ModelRunn
     loader = DecoderLoader.beside(serving, spec, options, lambda _fraction, _stage: None)
     if not loader.can_prepare:
         return None
-    files = None if spec.load_format == "dummy" else resolve_model(spec.model)
+    files = None if spec.load_format == "dummy" else weights_of(spec)
     before = files and states_of(files)
     loader.prepare()
     if files is not None and states_of(files) != before:

@@ -144,6 +144,58 @@ def test_processes_at_once_fetch_each_file_once(hub: FakeHub, client: HubClient,
     assert files_of(found[0]["path"]) == EVERYTHING
 
 
+def divide(hub: FakeHub, repository: Path) -> tuple[str, ...]:
+    """Publish a third file with weights; return tensors of each file."""
+    tensors = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.weight")
+    third = "model-third.safetensors"
+    (repository / third).write_bytes(random.Random(3).randbytes(SHARD_BYTES))
+    weight_map = dict(zip(tensors, (*SHARDS, third), strict=True))
+    (repository / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hub.add(NAME, repository)
+    return tensors
+
+
+def test_of_chosen_tensors_only_their_files_are_fetched(hub: FakeHub, client: HubClient, repository: Path) -> None:
+    first, last, _ = divide(hub, repository)
+    alone = client.resolve(NAME, tensors=[first])
+    assert alone["shards"] == [SHARDS[0]]
+    assert files_of(alone["path"]) == TEXT | {"model.safetensors.index.json", SHARDS[0]}
+    events = [json.loads(line) for line in alone["log"].splitlines() if line.startswith("{")]
+    total = sum((Path(alone["path"]) / name).stat().st_size for name in files_of(alone["path"]))
+    assert [each["done"] for each in events if each["event"] == "model.download"][-1] == total
+    assert dict(hub.requests) == {SHARDS[0]: 1}
+    # What is there is enough for this part, and for no other one.
+    assert client.resolve(NAME, tensors=[first], HF_HUB_OFFLINE="1")["path"] == alone["path"]
+    assert "not completely in the cache" in client.resolve(NAME, tensors=[last], HF_HUB_OFFLINE="1")["error"]
+    whole = client.resolve(NAME)
+    assert (whole["path"], whole["shards"]) == (alone["path"], None)
+    assert set(hub.requests.values()) == {1}
+    assert len(hub.requests) == 3
+
+
+def test_parts_that_are_fetched_at_once_are_each_fetched_once(
+    hub: FakeHub, client: HubClient, repository: Path
+) -> None:
+    first, last, _ = divide(hub, repository)
+    hub.bytes_per_s = SHARD_BYTES
+    running = [client.start(NAME, tensors=tensors) for tensors in ([first], [first, last], [last])]
+    found = [result_of(process) for process in running]
+    assert [each["shards"] for each in found] == [[SHARDS[0]], [*SHARDS], [SHARDS[1]]]
+    # No part has the third one.
+    assert dict(hub.requests) == dict.fromkeys(SHARDS, 1)
+    assert dict(hub.sent) == dict.fromkeys(SHARDS, SHARD_BYTES)
+    assert files_of(found[0]["path"]) == EVERYTHING
+
+
+def test_a_file_that_is_missing_in_another_part_does_not_matter(
+    hub: FakeHub, client: HubClient, repository: Path
+) -> None:
+    first, last, _ = divide(hub, repository)
+    del hub.repositories[NAME].files[SHARDS[1]]
+    assert client.resolve(NAME, tensors=[first])["shards"] == [SHARDS[0]]
+    assert f"names files that the repository lacks: {SHARDS[1]}" in client.resolve(NAME, tensors=[last])["error"]
+
+
 def test_a_rate_limit_is_waited_for(hub: FakeHub, client: HubClient, repository: Path) -> None:
     # Of the model's own pages, the client asks for files with patience.
     hub.refused_files = 1

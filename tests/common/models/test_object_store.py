@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from common.models import ModelFiles
+
 ADDRESS = "s3://models/team/qwen"
 SHARDS = {f"model-{number}-of-2.safetensors": bytes([number]) * 100_000 for number in (1, 2)}
 INDEX = json.dumps({"weight_map": {f"w{number}": name for number, name in enumerate(SHARDS)}}).encode()
@@ -120,6 +122,24 @@ def test_services_without_weights_get_text_files_and_workers_the_shards_besides(
     assert read_names() == OBJECTS.keys() - {"pytorch_model.bin"}
     for name, content in SHARDS.items():
         assert (whole.path / name).read_bytes() == content
+
+
+def test_of_chosen_tensors_only_their_objects_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = json.loads(OBJECTS["model.safetensors.index.json"])["weight_map"].items()
+
+    def part(tensor: str) -> ModelFiles:
+        return resolve_model(ADDRESS, choose={tensor}.intersection)
+
+    assert part(first[0]).shards == (first[1],)
+    assert read_names() & SHARDS.keys() == {first[1]}
+    Store.reads.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert part(first[0]).shards == (first[1],)
+    with pytest.raises(ConfigurationError, match="not completely in the cache"):
+        part(last[0])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert resolve_model(ADDRESS).shards is None
+    assert read_names() == {last[1]}
 
 
 def test_present_files_are_not_read_again() -> None:

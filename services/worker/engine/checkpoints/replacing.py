@@ -11,11 +11,13 @@ from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from common.models import ModelFiles, ModelKind, resolve_model
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
-from services.worker.engine.checkpoints.safetensors_directory import read_json
+from services.worker.engine.checkpoints.safetensors_directory import INDEX, read_json
+from services.worker.engine.checkpoints.stage_tensors import tensors_of_stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from common.models.selection import TensorChoice
     from common.steps import EngineSpec
 
     # By name: type and shape.
@@ -36,7 +38,7 @@ def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
     if "dummy" in (loaded.load_format, replacement.load_format):
         _check_configs(loaded, replacement)
         return 0
-    files, old = resolve_model(replacement.model), resolve_model(loaded.model)
+    files, old = weights_of(replacement), weights_of(loaded)
     if files.kind is not old.kind:
         raise ConfigurationError(
             f"{replacement.model} is a {files.kind.value}, and the loaded model a {old.kind.value}"
@@ -48,7 +50,8 @@ def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
         raise ConfigurationError(
             f"{replacement.model}: its files change while they are read; retry when they are whole"
         )
-    _compare(replacement.model, _shapes(old), found)
+    choose = _choice(replacement)
+    _compare(replacement.model, _chosen(_shapes(old), old, choose), _chosen(found, files, choose))
     return sum(size for _, size, _ in before)
 
 
@@ -70,10 +73,21 @@ def _described(spec: EngineSpec) -> dict[str, Any]:
     return asdict(open_checkpoint(spec.model, spec.load_format, None, read_rope(spec.rope_parameters)).config)
 
 
+def weights_of(spec: EngineSpec) -> ModelFiles:
+    """Return the files of a model with those weights that the stage of `spec` reads."""
+    return resolve_model(spec.model, choose=_choice(spec))
+
+
+def _choice(spec: EngineSpec) -> TensorChoice | None:
+    return tensors_of_stage(spec, read_rope(spec.rope_parameters))
+
+
 def weight_files(files: ModelFiles) -> list[Path]:
-    """Return the files with a model's weights, by name."""
+    """Return the files with a model's weights, or those that were chosen, by name."""
     if files.kind is ModelKind.GGUF:
         return [files.path]
+    if files.shards is not None:
+        return [files.path / name for name in files.shards]
     return sorted(files.path.glob("*.safetensors"))
 
 
@@ -87,6 +101,14 @@ def states_of(files: ModelFiles) -> list[tuple[str, int, int]]:
     if not states:
         raise ConfigurationError(f"{files.path}: no safetensors files")
     return states
+
+
+def _chosen(shapes: Shapes, files: ModelFiles, choose: TensorChoice | None) -> Shapes:
+    """Leave out the tensors of other stages, which files that are divided elsewhere have, too."""
+    if choose is None:
+        return shapes
+    chosen = choose(shapes if files.shards is None else read_json(files.path / INDEX)["weight_map"])
+    return {name: shape for name, shape in shapes.items() if name in chosen}
 
 
 def _shapes(files: ModelFiles) -> Shapes:

@@ -16,11 +16,12 @@ from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.model.config_json import config_from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
 
+    from common.models.selection import TensorChoice
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.quantization.gguf_blocks import RowBlocks
     from services.worker.engine.quantization.grouped import GroupedMatrix
@@ -42,14 +43,17 @@ _TEXT_PARTS = (
 class SafetensorsCheckpoint:
     """A decoder's weights; see `Checkpoint`."""
 
-    def __init__(self, directory: Path, rope: Mapping[str, Any] | None = None) -> None:
-        """Read config and index of `directory`, no weights yet; for `rope` see `read_config`."""
+    def __init__(
+        self, directory: Path, rope: Mapping[str, Any] | None = None, choose: TensorChoice | None = None
+    ) -> None:
+        """Read config and index of `directory`, no weights yet; for `rope` see `read_config`.
+
+        Only the files of tensors that `choose` chooses have to be there; None: all.
+        """
         self.config = read_config(directory, rope)
         self._names = families_by_name()[self.config.family].tensors
-        self._tensors = SafetensorsTensors(directory)
-        self._prefixes = next(
-            (part for part in _TEXT_PARTS if self._tensors.has(_renamed(_FIRST, part))), _TEXT_PARTS[0]
-        )
+        self._tensors = SafetensorsTensors(directory, choose)
+        self._prefixes = text_prefixes(self._tensors.has)
 
     def identity(self) -> str:
         """Return the digest of all blocks read; see `Checkpoint.identity`."""
@@ -101,14 +105,14 @@ class SafetensorsCheckpoint:
 class SafetensorsTensors:
     """Reads single tensors out of the shards of any model; one shard is mapped at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read the index of `directory`, no weights yet.
+    def __init__(self, directory: Path, choose: TensorChoice | None = None) -> None:
+        """Read the index of `directory`, no weights yet; `choose` chooses the tensors that will be read, None: all.
 
         Raises:
             ConfigurationError: files are missing.
         """
         self._directory = directory
-        self._files = _files_by_tensor(directory)
+        self._files = _files_by_tensor(directory, choose)
         self._digest = WeightDigest()
         self._open_name = ""
         self._open_file: Any = None  # safe_open's type comes from a compiled module without annotations
@@ -163,6 +167,11 @@ class SafetensorsTensors:
         return self._open_file
 
 
+def text_prefixes(has: Callable[[str], bool]) -> tuple[str, str]:
+    """Return what `model.` and `lm_head.` are called in the checkpoint whose tensors `has` knows."""
+    return next((part for part in _TEXT_PARTS if has(_renamed(_FIRST, part))), _TEXT_PARTS[0])
+
+
 def _renamed(name: str, prefixes: tuple[str, str]) -> str:
     for plain, prefix in zip(_TEXT_PARTS[0], prefixes, strict=True):
         if name.startswith(plain):
@@ -197,10 +206,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _files_by_tensor(directory: Path) -> dict[str, str]:
+def _files_by_tensor(directory: Path, choose: TensorChoice | None) -> dict[str, str]:
     if (directory / INDEX).is_file():
         mapping: dict[str, str] = read_json(directory / INDEX)["weight_map"]
-        missing = [name for name in sorted(set(mapping.values())) if not (directory / name).is_file()]
+        needed = {mapping[name] for name in (mapping if choose is None else choose(mapping))}
+        missing = [name for name in sorted(needed) if not (directory / name).is_file()]
         if missing:
             raise ConfigurationError(f"{directory}: {INDEX} names files that are not there: {', '.join(missing)}")
         return mapping
