@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from common.errors import ConfigurationError
 from services.worker.engine.execution.interface import ExpertGroupError
-from services.worker.engine.parallel.group import RENDEZVOUS_TIMEOUT, RankGroup, join_group, use_way_to
-from services.worker.engine.parallel.meeting import meet
+from services.worker.engine.parallel.group import RankGroup, join_group, use_way_to
+from services.worker.engine.parallel.meeting import connect
 from services.worker.engine.parallel.pass_calls import QueuedPassCalls
 from services.worker.engine.parallel.stages import NoStages
 
@@ -47,16 +47,7 @@ class ExpertGroup:
         self.expert_rank, self.expert_ranks = rank, ranks
         self._device = device
         use_way_to(rendezvous)
-        store = meet(rank, ranks, rendezvous, RENDEZVOUS_TIMEOUT)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=ranks,
-            timeout=RENDEZVOUS_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
-        self.calls = QueuedPassCalls(store, rank, ranks)
+        self.calls = QueuedPassCalls(connect(rank, ranks, rendezvous, device), rank, ranks)
 
     def gather(self, numbers: torch.Tensor) -> torch.Tensor:
         """Gather `numbers` [n] int64, equally many on each rank; return [ranks, n] on the host.

@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import os
 import socket
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
-from services.worker.engine.parallel.meeting import meet
+from services.worker.engine.parallel.meeting import connect, connect_some
 from services.worker.engine.parallel.stages import DistributedStageLinks, NoStages
 from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from services.worker.engine.parallel.stages import StageLinks
     from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 
-# Long enough for the slowest rank to load a large model, short enough to notice that one never came.
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 log = logging.getLogger(__name__)
 
 # The variables in which gloo and NCCL expect the interface.
@@ -147,20 +144,17 @@ class DistributedGroup:
         self._all_ranks = world_size
         self._device = device
         use_way_to(rendezvous)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=meet(rank, world_size, rendezvous, RENDEZVOUS_TIMEOUT),
-            rank=rank,
-            world_size=world_size,
-            timeout=RENDEZVOUS_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
+        connect(rank, world_size, rendezvous, device)
         # None: all ranks.
         self._stage: dist.ProcessGroup | None = None
         self._first = rank - self.rank
         self.links: StageLinks = NoStages()
         if stages > 1:
-            self._stage, tokens = self._join_stages(stages)
+            try:
+                self._stage, tokens = self._join_stages(stages)
+            except RuntimeError:
+                dist.destroy_process_group()
+                raise
             self.links = DistributedStageLinks(rank, world_size, stages, device, tokens)
         has_shared = shape is not None and stages == 1
         self._shared = join_symmetric_memory(rank, world_size, shape, device) if has_shared and shape else None
@@ -169,10 +163,10 @@ class DistributedGroup:
         """Return the group of this rank's stage, and one of all ranks on the host; every rank makes all groups."""
         own = None
         for first in range(0, self._all_ranks, self.world_size):
-            made = dist.new_group(list(range(first, first + self.world_size)), timeout=RENDEZVOUS_TIMEOUT)
+            made = connect_some(list(range(first, first + self.world_size)))
             own = made if first == self._first else own
         assert own is not None, "this rank is in one of the stages"
-        return own, dist.new_group(backend="gloo", timeout=RENDEZVOUS_TIMEOUT)
+        return own, connect_some(backend="gloo")
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return some of the shared memory, if there is any and it is large enough."""

@@ -1,14 +1,25 @@
-"""How ranks find each other, at an address that rank 0 serves."""
+"""How ranks find each other, at an address that rank 0 serves, and connect."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # from a compiled module
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+# Long enough for the slowest rank to load a large model, short enough to notice that one never came.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+# Once all ranks are there, they connect at once. One that does not has died since.
+CONNECTING_TIMEOUT = timedelta(seconds=60)
 _RETRY_S = 0.1
 # A rank that does not answer for so long has died since it arrived.
 _ANSWER_TIMEOUT = timedelta(seconds=5)
@@ -18,6 +29,53 @@ _LAST = "last"
 LEFT = b"left"
 # Message to ranks that have arrived and have answered.
 _WELCOME = b"welcome"
+
+
+def connect(
+    rank: int, world_size: int, rendezvous: str, device: torch.device, timeout: timedelta = CONNECTING_TIMEOUT
+) -> Store:
+    """Meet all ranks and make them torch's default group; return a store that they have in common, and that is empty.
+
+    Over gloo, ranks connect within `timeout`, and wait in collectives for `RENDEZVOUS_TIMEOUT`; receiving from one rank
+    needs a timeout of its own, or has that of connecting.
+
+    Raises:
+        RuntimeError: not all of them came or connected in time, or rank 0 cannot listen at the address. They may meet
+            again.
+    """
+    store = meet(rank, world_size, rendezvous, RENDEZVOUS_TIMEOUT)
+    is_gpu = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=RENDEZVOUS_TIMEOUT if is_gpu else timeout,
+            device_id=device if is_gpu else None,
+        )
+    except RuntimeError:
+        # The next group would have another number than in ranks that have not failed, and not find them.
+        _world.group_count = 0
+        raise
+    _set_pg_timeout(RENDEZVOUS_TIMEOUT)
+    return store
+
+
+def connect_some(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a group of some of the connected ranks, None: of all; every rank makes all groups, in the same order.
+
+    Without `backend`, it is that of the default group.
+
+    Raises:
+        RuntimeError: a rank has died.
+    """
+    is_gloo = (backend or dist.get_backend()) == "gloo"
+    timeout = CONNECTING_TIMEOUT if is_gloo else RENDEZVOUS_TIMEOUT
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
+    if made is not dist.GroupMember.NON_GROUP_MEMBER:
+        _set_pg_timeout(RENDEZVOUS_TIMEOUT, made)
+    return made
 
 
 def mailbox(rank: int) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
+from services.worker.engine.parallel.meeting import RENDEZVOUS_TIMEOUT
 from services.worker.engine.parallel.shards import Span
 
 if TYPE_CHECKING:
@@ -140,11 +141,13 @@ class DistributedStageLinks:
         return hidden
 
     def receive_into(self, hidden: torch.Tensor) -> None:
-        dist.recv(hidden, src=self._rank - self._ranks)
+        work = dist.irecv(hidden, src=self._rank - self._ranks)
+        assert work is not None, "this rank belongs to the group"
+        self._wait(work)
 
     def send(self, hidden: torch.Tensor) -> None:
         if len(self._sends) == _OPEN_SENDS:
-            self._sends.popleft()[0].wait()
+            self._wait(self._sends.popleft()[0])
         work = dist.isend(hidden.contiguous(), dst=self._rank + self._ranks)
         assert work is not None, "this rank belongs to the group"
         self._sends.append((work, hidden))
@@ -162,6 +165,13 @@ class DistributedStageLinks:
             self._expected.popleft()
         self._expected.append(_PendingBroadcast(work, tokens))
         return self._expected[-1]
+
+    def _wait(self, work: dist.Work) -> None:
+        # Gloo would wait as long as ranks have to connect; with a timeout, NCCL would block the host.
+        if self._device.type == "cpu":
+            work.wait(RENDEZVOUS_TIMEOUT)
+        else:
+            work.wait()
 
     def close(self) -> None:
         # Works keep the connections that they use, which are to break now; a traceback may keep the works.

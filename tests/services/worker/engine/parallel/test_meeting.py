@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # from a compiled module
 
-from services.worker.engine.parallel.meeting import meet
+from services.worker.engine.parallel.meeting import connect, meet
 from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=120)
+# Of the meeting with a rank that is dead; live ones may need several attempts where the machine is busy.
+CONNECTING_TIMEOUT = timedelta(seconds=3)
 
 
 def free_address() -> str:
@@ -44,3 +53,49 @@ def test_a_rank_that_dies_while_others_are_missing_is_met_once_it_has_been_start
     for rank, store in enumerate(stores):
         store.set(f"{rank}", f"from {rank}")
     assert [stores[0].get(f"{rank}") for rank in range(RANKS)] == [b"from 0", b"from 1", b"from 2"]
+
+
+def meet_and_die(rank: int, address: str) -> None:
+    """Be welcomed, and connect to nobody."""
+    meet(rank, RANKS, address, TIMEOUT)
+    os._exit(0)
+
+
+def connect_at_last(rank: int, address: str, results: Queue[tuple[int, int, float]]) -> None:
+    """Connect, as often as it takes; put rank, attempts and the sum of all ranks' numbers into `results`."""
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            connect(rank, RANKS, address, torch.device("cpu"), CONNECTING_TIMEOUT)
+            number = torch.tensor([float(rank)])
+            dist.all_reduce(number)
+        except RuntimeError:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            continue
+        results.put((rank, attempts, number.item()))
+        dist.destroy_process_group()
+        return
+
+
+def test_a_rank_that_dies_after_the_meeting_is_not_waited_for_and_met_again() -> None:
+    address, context = free_address(), multiprocessing.get_context("spawn")
+    results: Queue[tuple[int, int, float]] = context.Queue()
+    died = context.Process(target=meet_and_die, args=(1, address))
+    alive = [context.Process(target=connect_at_last, args=(rank, address, results)) for rank in (0, 2)]
+    try:
+        for process in (died, *alive):
+            process.start()
+        died.join(TIMEOUT.total_seconds())
+        assert died.exitcode == 0
+        again = context.Process(target=connect_at_last, args=(1, address, results))
+        alive.append(again)
+        again.start()
+        found = sorted(results.get(timeout=TIMEOUT.total_seconds()) for _ in range(RANKS))
+    finally:
+        for process in (died, *alive):
+            process.kill()
+            process.join()
+    assert [(rank, total) for rank, _, total in found] == [(0, 3.0), (1, 3.0), (2, 3.0)]
+    assert all(attempts > 1 for rank, attempts, _ in found if rank != 1)
