@@ -14,9 +14,9 @@ import yaml
 from dotenv import dotenv_values
 
 from common.settings import SchedulerSettings, Settings, check_environment, parse_settings
-from common.settings.scheduler import HostTierSettings
+from common.settings.scheduler import DataParallelSettings, HostTierSettings
 from deploy.supervisor.command import read_roles
-from deploy.supervisor.layout import Replicas, plan_layout
+from deploy.supervisor.layout import PlannedGroup, Replicas, plan_layout
 from tests.deploy.helm.chart import CHART
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,6 +163,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
         name: service["extends"]["service"]
         for overlay in (
             "batches.yaml",
+            "data-parallel.yaml",
             "encoders.yaml",
             "gateways.yaml",
             "gpu-2.yaml",
@@ -310,6 +311,33 @@ def test_groups_with_roles_are_configured_as_by_pando_up(monkeypatch: pytest.Mon
     assert waits == {"prefill-worker": {"model"}, "prefill-scheduler": {"prefill-worker", "detokenizer"}}
 
 
+def test_groups_that_share_experts_are_configured_as_by_pando_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("data-parallel.yaml")["services"]
+
+    def settings_of(name: str) -> Settings:
+        base = SERVICES[overlay[name].get("extends", {}).get("service", name)]
+        return settings_with({**base["environment"], **overlay[name].get("environment", {})}, {}, monkeypatch)
+
+    settings = Settings(scheduler=SchedulerSettings(data_parallel=DataParallelSettings(size=2)))
+    layout = plan_layout(settings, Path("/run"), 1, Replicas(groups=(PlannedGroup(), PlannedGroup())))
+    names = ["scheduler", "group-1-scheduler"]
+    for index, name in enumerate(names):
+        own, planned = settings_of(name).scheduler, layout.find(f"scheduler-{index}").settings.scheduler
+        shared = own.data_parallel
+        assert (shared.size, shared.rank) == (planned.data_parallel.size, planned.data_parallel.rank) == (2, index)
+        # All meet at the worker of the first group, at another port than ranks of one group.
+        assert shared.rendezvous == "worker:29556" != own.rendezvous
+        worker = f"{name.removesuffix('scheduler')}worker"
+        assert own.workers == (f"{worker}:50053",)
+        assert own.address == "0.0.0.0:50052"
+    found = tuple(f"{name}:50052" for name in names)
+    assert settings_of("tokenizer").tokenizer.schedulers == settings_of("gateway").gateway.schedulers == found
+    # Neither scheduler waits for the other one, which is healthy only with it.
+    waits = {name: set(overlay[name]["depends_on"]) for name in overlay if "extends" in overlay[name]}
+    assert waits == {"group-1-worker": {"model"}, "group-1-scheduler": {"group-1-worker", "detokenizer"}}
+    assert "depends_on" not in overlay["scheduler"]
+
+
 def test_an_encoder_is_configured_as_by_pando_up(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("encoders.yaml")["services"]
     base = SERVICES["scheduler"]["environment"]
@@ -358,6 +386,7 @@ def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> N
     assert workers == ["worker:50053", "worker-1:50053"]
     assert two["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
     for overlay in (
+        "data-parallel.yaml",
         "encoders.yaml",
         "gateways.yaml",
         "gpu.yaml",

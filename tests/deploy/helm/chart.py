@@ -32,6 +32,11 @@ COMPONENT = "app.kubernetes.io/component"
 # All but the gateway.
 SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+# Where Kubernetes and LeaderWorkerSet say the number of a pod, from 0.
+INDEX_LABELS = {
+    "StatefulSet": "metadata.labels['apps.kubernetes.io/pod-index']",
+    "LeaderWorkerSet": "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']",
+}
 
 
 class RenderError(Exception):
@@ -112,7 +117,8 @@ def templates_of(item: Manifest) -> list[Manifest]:
         return []
     spec = item["spec"]
     if "leaderWorkerTemplate" in spec:
-        return [spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")]
+        first, others = (spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate"))
+        return [first] if first == others else [first, others]
     return [spec["template"]]
 
 
@@ -212,12 +218,24 @@ def _with_variables(file: Manifest, variables: list[Manifest], pod: str) -> Sett
     """Return the settings of a process: the file's, and over them those of its environment."""
     merged = copy.deepcopy(file)
     for variable in variables:
-        section, _, field = variable["name"].removeprefix("PANDO_").lower().partition("__")
-        if field and variable["name"].startswith("PANDO_"):
-            # What a secret holds is not known here; it must be long enough.
-            text = variable.get("value", "the value of a secret").replace("$(POD_NAME)", pod)
-            merged.setdefault(section, {})[field] = json.loads(text) if text.startswith("[") else text
+        *sections, field = variable["name"].removeprefix("PANDO_").lower().split("__")
+        if sections and variable["name"].startswith("PANDO_"):
+            text = _value_of(variable).replace("$(POD_NAME)", pod)
+            section = merged
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[field] = json.loads(text) if text.startswith("[") else text
     return Settings(**merged)
+
+
+def _value_of(variable: Manifest) -> str:
+    """Return the value of a variable in the first pod of its kind."""
+    source = variable.get("valueFrom", {})
+    if source.get("fieldRef", {}).get("fieldPath") in INDEX_LABELS.values():
+        return "0"
+    # What a secret holds is not known here; it must be long enough.
+    value: str = variable.get("value", "the value of a secret")
+    return value
 
 
 def _objects(texts: Any) -> list[Manifest]:

@@ -196,6 +196,12 @@ def pipeline_of(objects: list[Manifest]) -> set[Edge]:
     encoders = {
         group_of(each): each.settings.scheduler.encoders for each in running(objects) if each.service == "scheduler"
     }
+    # The workloads whose pods are groups that share experts.
+    sharing = {
+        each.workload["metadata"]["name"]
+        for each in running(objects)
+        if each.service == "scheduler" and each.settings.scheduler.data_parallel.size > 1
+    }
     for each in running(objects):
         settings, source = each.settings, name_of(each.workload, each.template)
         addresses = {
@@ -214,7 +220,11 @@ def pipeline_of(objects: list[Manifest]) -> set[Edge]:
             edges |= {(source, target, port) for target, port in targets_of(objects, address) if target != source}
         if each.service == "worker":
             # Ranks exchange tensors at ports that NCCL and gloo choose.
-            has_other_pods = component_of(each.workload) == "worker" or each.workload["kind"] == "LeaderWorkerSet"
+            has_other_pods = (
+                component_of(each.workload) == "worker"
+                or each.workload["kind"] == "LeaderWorkerSet"
+                or each.workload["metadata"]["name"] in sharing
+            )
             names = [name_of(each.workload, template) for template in templates_of(each.workload)]
             edges |= {(source, name, None) for name in names if has_other_pods}
     edges |= transfers_between(objects)

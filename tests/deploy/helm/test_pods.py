@@ -12,12 +12,13 @@ import pytest
 
 from common.limits import load_limits
 from common.settings import SchedulerSettings, Settings
-from common.settings.scheduler import HostTierSettings
+from common.settings.scheduler import DataParallelSettings, HostTierSettings
 from deploy.supervisor.command import read_roles
-from deploy.supervisor.layout import ON_GPUS, Replicas, plan_layout
+from deploy.supervisor.layout import ON_GPUS, PlannedGroup, Replicas, plan_layout
 from services.detokenizer.__main__ import DRAIN_S as DETOKENIZER_DRAIN_S
 from services.tokenizer.__main__ import DRAIN_S as TOKENIZER_DRAIN_S
 from tests.deploy.helm.chart import (
+    INDEX_LABELS,
     SERVICES,
     WORKLOADS,
     Manifest,
@@ -141,8 +142,9 @@ def addresses_of(worker: Running) -> list[str]:
     set_name, spec = worker.workload["metadata"]["name"], worker.workload["spec"]
     ranks = [port for port in worker.container["ports"] if "metrics" not in port["name"]]
     if worker.workload["kind"] == "LeaderWorkerSet":
-        # Of the first group, whose first pod has the encoders.
-        size = 1 if worker.service == "encoder" else spec["leaderWorkerTemplate"]["size"]
+        # Of the first group, whose first pod has the encoders. Pods that are groups know themselves.
+        is_group = len(templates_of(worker.workload)) == 1
+        size = 1 if is_group or worker.service == "encoder" else spec["leaderWorkerTemplate"]["size"]
         hosts = [f"{set_name}-0", *(f"{set_name}-0-{pod}" for pod in range(1, size))]
     else:
         assert spec["serviceName"] == set_name
@@ -237,6 +239,37 @@ def test_groups_of_each_role_are_configured_as_by_pando_up() -> None:
     drains = {(role_of(each.workload), each.settings.scheduler.drain_s) for each in running(objects)
               if each.service in ("scheduler", "worker")}  # fmt: skip
     assert drains == {("prefill", 60), ("decode", 300)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [("data-parallel", "StatefulSet", 3), ("data-parallel-over-nodes", "LeaderWorkerSet", 16)],
+)
+def test_groups_that_share_experts_are_configured_as_by_pando_up(name: str, kind: str, count: int) -> None:
+    objects = render(VALUE_SETS[name])
+    schedulers = [each for each in running(objects) if each.service == "scheduler"]
+    settings = Settings(scheduler=SchedulerSettings(data_parallel=DataParallelSettings(size=count)))
+    layout = plan_layout(settings, Path("/run"), 1, Replicas(groups=(PlannedGroup(),) * count))
+    planned = layout.find("scheduler-0").settings.scheduler
+    # All pods are alike, also the first one of a LeaderWorkerSet.
+    [each] = schedulers
+    own = each.settings.scheduler
+    assert (own.data_parallel.size, own.data_parallel.rank) == (count, planned.data_parallel.rank) == (count, 0)
+    assert len(own.workers) == len(planned.workers) == 1
+    # All meet at the worker of the first group.
+    assert own.data_parallel.rendezvous == "demo-pando-group-0.demo-pando-group.llm.svc:29556"
+    assert own.workers[0] == "demo-pando-group-0.demo-pando-group.llm.svc:50053"
+    [rank] = [item for item in each.container["env"] if item["name"] == "PANDO_SCHEDULER__DATA_PARALLEL__RANK"]
+    assert rank["valueFrom"]["fieldRef"]["fieldPath"] == INDEX_LABELS[kind]
+    assert {item["name"] for item in each.template["spec"]["initContainers"]} >= {"worker"}
+    workload = named(objects, kind, "group")["spec"]
+    assert workload.get("leaderWorkerTemplate", {}).get("size", workload["replicas"]) == count
+    # None is replaced alone: it would wait for the others, which have other weights.
+    if kind == "StatefulSet":
+        assert workload["updateStrategy"] == {"type": "OnDelete"}
+    else:
+        assert workload["replicas"] == 1
+        assert workload["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
 def test_values_of_a_role_may_be_false_or_zero() -> None:

@@ -20,6 +20,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ranks that do not fit into pods": ({"worker": {"tensorParallel": 4, "ranksPerPod": 3}}, "multiple"),
     "no groups": ({"groups": {"replicas": 0}}, "replicas"),
+    "groups that share experts and are as many as others": (
+        {"groups": {"dataParallel": 4, "replicas": 2}},
+        "leave out groups.replicas",
+    ),
+    "groups that share experts and scale": (
+        {"groups": {"dataParallel": 4, "autoscaling": {"mode": "hpa"}}},
+        "groups.autoscaling.mode off",
+    ),
+    "groups that share experts in separate pods": ({"groups": {"dataParallel": 4, "layout": "separate"}}, "together"),
+    "groups that share experts and have several ranks": (
+        {"groups": {"dataParallel": 2}, "worker": {"tensorParallel": 2}},
+        "groups of one worker",
+    ),
+    "groups that share experts and have roles": (
+        {"groups": {"dataParallel": 2, "roles": {"both": {}}}},
+        "leave out one of them",
+    ),
+    "groups that share experts on GPUs and restart alone": (
+        {"groups": {"dataParallel": 2}, "worker": {"device": "cuda"}},
+        "needs worker.leaderWorkerSet.enabled",
+    ),
+    "groups that share experts and a device": (
+        {"groups": {"dataParallel": 2}, "deviceTurns": {"create": True}},
+        "deviceTurns needs one group",
+    ),
     "unknown layout of groups": ({"groups": {"layout": "pods"}}, "layout"),
     "more pages than all": ({"groups": {"autoscaling": {"kvPercent": 101}}}, "kvPercent"),
     "groups that scale but are no pods": (

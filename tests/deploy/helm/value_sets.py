@@ -294,6 +294,17 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "model": _CLAIM,
         "settings": {"scheduler": {"host_tier": {"gigabytes": 64}}},
     },
+    "data-parallel": {
+        "groups": {"dataParallel": 3},
+        "tls": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+        "settings": {"scheduler": {"max_step_tokens": 256}},
+    },
+    "data-parallel-over-nodes": {
+        "groups": {"dataParallel": 16},
+        "worker": {"device": "cuda", "leaderWorkerSet": {"enabled": True}, "nodeSelector": {"pool": "gpu"}},
+        "model": _CLAIM,
+    },
     "device-turns": {
         "deviceTurns": {"existingClaim": "turns"},
         "groups": {"layout": "separate"},

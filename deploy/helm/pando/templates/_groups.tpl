@@ -19,7 +19,11 @@
 {{- $sets = append $sets (dict "Role" $role "Values" $values) -}}
 {{- end -}}
 {{- if not $roles -}}
-{{- $sets = list (dict "Role" "" "Values" (deepCopy .Values)) -}}
+{{- $values := deepCopy .Values -}}
+{{- if include "pando.sharesExperts" . }}{{ $_ := set $values.groups "replicas" (int .Values.groups.dataParallel) }}{{ end -}}
+{{- $sets = list (dict "Role" "" "Values" $values) -}}
+{{- else if gt (int .Values.groups.dataParallel) 1 -}}
+{{- fail "groups.dataParallel with groups.roles is not supported by the chart: leave out one of them" -}}
 {{- else if not (or (hasKey $roles "both") (hasKey $roles "decode")) -}}
 {{- fail "groups.roles needs groups that serve requests beside those that only prefill: both or decode" -}}
 {{- else if or .Values.deviceTurns.existingClaim .Values.deviceTurns.create -}}
@@ -42,6 +46,33 @@
 {{- $_ := set $set.Values "encoder" $encoder -}}
 {{- end -}}
 {{- $sets | toJson -}}
+{{- end -}}
+
+{{/* "true" if groups share the experts of a mixture: groups.dataParallel is their number, and each has one worker. Values that do not fit are refused. */}}
+{{- define "pando.sharesExperts" -}}
+{{- $groups := .Values.groups -}}
+{{- $worker := .Values.worker -}}
+{{- if gt (int $groups.dataParallel) 1 -}}
+{{- if not (has (int $groups.replicas) (list 1 (int $groups.dataParallel))) -}}
+{{- fail "groups.dataParallel is the number of groups: leave out groups.replicas" -}}
+{{- else if eq $groups.layout "separate" -}}
+{{- fail "groups.dataParallel needs groups.layout together or auto" -}}
+{{- else if ne $groups.autoscaling.mode "off" -}}
+{{- fail "groups.dataParallel needs a fixed number of groups, each of which has some of the experts: groups.autoscaling.mode off" -}}
+{{- else if or (gt (include "pando.ranks" . | int) 1) $worker.expertParallel -}}
+{{- fail "groups.dataParallel needs groups of one worker: worker.tensorParallel 1, worker.pipelineParallel 1 and no worker.expertParallel" -}}
+{{- else if or .Values.deviceTurns.existingClaim .Values.deviceTurns.create -}}
+{{- fail "deviceTurns needs one group: leave out groups.dataParallel" -}}
+{{- else if and (eq $worker.device "cuda") (not $worker.leaderWorkerSet.enabled) -}}
+{{- fail "groups.dataParallel on GPUs needs worker.leaderWorkerSet.enabled: if one worker dies, the others may hang, so all restart together" -}}
+{{- end -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* "true" if the pods of a LeaderWorkerSet are those of one group, and not the groups that share experts. */}}
+{{- define "pando.spansPods" -}}
+{{- if and .Values.worker.leaderWorkerSet.enabled (not (include "pando.sharesExperts" .)) }}true{{ end -}}
 {{- end -}}
 
 {{/* The first mapping with the values of the second one over its own, as JSON; takes a list of both. `mergeOverwrite` would leave out false, 0 and "". */}}
@@ -90,7 +121,7 @@
 {{- $pods = dict "gateway" (dict) "tokenizer" (dict) "detokenizer" (dict) -}}
 {{- else if include "pando.together" . -}}
 {{- $_ := set $pods "group" (dict) -}}
-{{- if .Values.worker.leaderWorkerSet.enabled }}{{ $_ := set $pods "worker" (dict) }}{{ end -}}
+{{- if include "pando.spansPods" . }}{{ $_ := set $pods "worker" (dict) }}{{ end -}}
 {{- else -}}
 {{- $groups := include "pando.separateGroups" . | fromJsonArray -}}
 {{- $_ := set $pods "scheduler" (dict "groups" $groups) -}}
@@ -140,6 +171,10 @@ $(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.name" (dict "root"
 {{- if include "pando.together" .root }}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
+{{- if include "pando.sharesExperts" .root }}
+- name: PANDO_SCHEDULER__DATA_PARALLEL__RANK
+  valueFrom: {fieldRef: {fieldPath: {{ printf "metadata.labels['%s']" (ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" .root.Values.worker.leaderWorkerSet.enabled) | quote }}}}
 {{- end }}
 - name: PANDO_SCHEDULER__WORKERS
   value: {{ $addresses | toJson | quote }}

@@ -51,6 +51,11 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- if .Values.worker.expertParallel -}}
 {{- $_ := set $own.scheduler "expert_parallel" true -}}
 {{- end -}}
+{{- if include "pando.sharesExperts" . -}}
+{{- $groups := include "pando.name" (dict "root" . "name" "group") -}}
+{{- $meeting := printf "%s-0.%s.%s.svc:29556" $groups $groups .Release.Namespace -}}
+{{- $_ := set $own.scheduler "data_parallel" (dict "size" (int .Values.groups.dataParallel) "rendezvous" $meeting) -}}
+{{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (list (printf "dns:%s-%ss:%d" $name $service (int $facts.port))) }}{{ end -}}
 {{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) -}}
