@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from common.models import pull
 from common.settings import Settings
+from services.worker import pull as worker_pull
 from tests.deploy.helm.chart import (
+    INDEX_LABELS,
     Running,
     component_of,
     mounted_secret,
@@ -14,6 +18,7 @@ from tests.deploy.helm.chart import (
     render,
     running,
     settings_of,
+    templates_of,
 )
 from tests.deploy.helm.value_sets import VALUE_SETS
 
@@ -22,6 +27,7 @@ from tests.deploy.helm.value_sets import VALUE_SETS
 def test_models_are_where_the_settings_say(name: str) -> None:
     objects = render(VALUE_SETS[name])
     reference = Settings(**settings_of(objects, "tokenizer")).model.reference
+    whole_model, of_stages = (["python", "-m", f"{module}.pull"] for module in ("common.models", "services.worker"))
     for each in running(objects):
         mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
         needs_model = each.section in ("tokenizer", "detokenizer", "worker")
@@ -38,9 +44,36 @@ def test_models_are_where_the_settings_say(name: str) -> None:
             assert bool(without) == (not weights_too)
             if is_cached:
                 assert {"name": "HF_HOME", "value": "/models"} in fetching["env"]
-                arguments = [*fetching["command"], *fetching["args"]]
-                assert arguments[:3] == ["python", "-m", "common.models.pull"]
-                assert pull.parse(arguments[3:]).model == reference
+                assert fetching["command"] in ([whole_model, of_stages] if weights_too else [whole_model])
+                if fetching["command"] == whole_model:
+                    assert pull.parse(fetching["args"]).model == reference
+
+
+def test_pods_with_some_stages_of_a_model_download_only_their_files() -> None:
+    objects = render(VALUE_SETS["example-stages-two-nodes"])
+    templates = {component_of(template): template for item in objects for template in templates_of(item)}
+    scheduler = next(each for each in running(objects) if each.service == "scheduler").settings.scheduler
+    for number, component in enumerate(("group", "worker")):
+        [fetching] = [item for item in templates[component]["spec"]["initContainers"] if item["name"] == "model"]
+        [rank] = [item for item in fetching["env"] if item["name"] == "POD_INDEX"]
+        assert rank["valueFrom"]["fieldRef"]["fieldPath"] == INDEX_LABELS["LeaderWorkerSet"]
+        assert fetching["command"] == ["python", "-m", "services.worker.pull"]
+        assert fetching["image"].rpartition("/")[2].startswith("pando-worker-cuda:")
+        arguments = worker_pull.parse([each.replace("$(POD_INDEX)", str(number)) for each in fetching["args"]])
+        assert arguments.model == "Qwen/Qwen3-235B-A22B"
+        assert arguments.pipeline_parallel == scheduler.pipeline_parallel == 2
+        assert arguments.tensor_parallel * arguments.pipeline_parallel == len(scheduler.workers)
+        stages = worker_pull.stages_of(arguments.pod, arguments.ranks_per_pod, arguments.tensor_parallel)
+        assert list(stages) == [number]
+
+
+def test_they_download_all_files_where_a_stage_needs_others_too() -> None:
+    values = copy.deepcopy(VALUE_SETS["example-stages-two-nodes"])
+    values["settings"]["model"] = {"classifier_from_token": ["no", "yes"]}
+    in_one_pod = {"worker": {"pipelineParallel": 2}, "model": {"reference": "Qwen/Qwen3-8B"}}
+    for changed in (values, in_one_pod):
+        fetching = next(item for item in pods(render(changed))["group"]["spec"]["initContainers"])
+        assert (fetching["name"], fetching["command"]) == ("model", ["python", "-m", "common.models.pull"])
 
 
 def test_workers_on_gpus_can_keep_the_kernels_that_they_compile() -> None:

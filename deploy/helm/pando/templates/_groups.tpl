@@ -70,6 +70,11 @@ true
 {{- end -}}
 {{- end -}}
 
+{{/* The field with a pod's number in its LeaderWorkerSet or StatefulSet, from 0, quoted. */}}
+{{- define "pando.podIndex" -}}
+{{- printf "metadata.labels['%s']" (ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" .Values.worker.leaderWorkerSet.enabled) | quote -}}
+{{- end -}}
+
 {{/* "true" if the pods of a LeaderWorkerSet are those of one group, and not the groups that share experts. */}}
 {{- define "pando.spansPods" -}}
 {{- if and .Values.worker.leaderWorkerSet.enabled (not (include "pando.sharesExperts" .)) }}true{{ end -}}
@@ -174,7 +179,7 @@ $(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.name" (dict "root"
 {{- end }}
 {{- if include "pando.sharesExperts" .root }}
 - name: PANDO_SCHEDULER__DATA_PARALLEL__RANK
-  valueFrom: {fieldRef: {fieldPath: {{ printf "metadata.labels['%s']" (ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" .root.Values.worker.leaderWorkerSet.enabled) | quote }}}}
+  valueFrom: {fieldRef: {fieldPath: {{ include "pando.podIndex" .root }}}}
 {{- end }}
 - name: PANDO_SCHEDULER__WORKERS
   value: {{ $addresses | toJson | quote }}

@@ -39,6 +39,12 @@
 {{- end }}
 {{- end -}}
 
+{{/* "true" if pods with ranks of a group have some stages of its pipeline only, of which they download the files. A classification head takes tensors of all. */}}
+{{- define "pando.hasParts" -}}
+{{- $isSpread := gt (include "pando.workerPods" . | int) 1 -}}
+{{- if and (gt (int .Values.worker.pipelineParallel) 1) $isSpread (not (dig "model" "classifier_from_token" list .Values.settings)) }}true{{ end -}}
+{{- end -}}
+
 {{/* The container that downloads the model; takes {root, isWhole}. Tokenizer and detokenizer need no weights. */}}
 {{- define "pando.modelDownload" -}}
 {{- $model := .root.Values.model -}}
@@ -46,16 +52,28 @@
 {{- $source := include "pando.modelSource" .root -}}
 {{- if eq $source "hub" }}
 - name: model
-  image: {{ include "pando.image" (dict "root" .root "image" .root.Values.image.services) }}
+  {{- $worker := .root.Values.worker }}
+  {{- $isPart := and .isWhole (eq "true" (include "pando.hasParts" .root)) }}
+  {{- $workerImage := ternary .root.Values.image.workerCuda .root.Values.image.workerCpu (eq $worker.device "cuda") }}
+  image: {{ include "pando.image" (dict "root" .root "image" (ternary $workerImage .root.Values.image.services $isPart)) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   # Pods that share the volume share the download.
-  command: [python, -m, common.models.pull]
+  command: [python, -m, {{ ternary "services.worker.pull" "common.models.pull" $isPart }}]
   args:
     - {{ $target | quote }}
     {{- if not .isWhole }}
     - --no-weights
+    {{- else if $isPart }}
+    - --tensor-parallel={{ $worker.tensorParallel }}
+    - --pipeline-parallel={{ $worker.pipelineParallel }}
+    - --ranks-per-pod={{ include "pando.ranksPerPod" .root }}
+    - --pod=$(POD_INDEX)
     {{- end }}
   env:
+    {{- if $isPart }}
+    - name: POD_INDEX
+      valueFrom: {fieldRef: {fieldPath: {{ include "pando.podIndex" .root }}}}
+    {{- end }}
     - {name: HOME, value: /tmp}
     - {name: HF_HOME, value: /models}
     {{- with $model.hub.endpoint }}
