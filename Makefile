@@ -24,6 +24,7 @@ TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-$(if $(filter 1,$(GPU)),gpu,cpu)
 ifneq ($(wildcard $(STAMPS)/torch-$(TORCH_VERSION)-gpu),)
 TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-gpu
 endif
+PURELIB := "import sysconfig; print(sysconfig.get_path('purelib'))"
 # protoc looks for its plugins on the path.
 WITH_PLUGINS := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -44,7 +45,7 @@ again = || { [[ $$? == 1 && $(RETRY) == 1 ]] && echo "RETRY: the tests that fail
 	$(1) $(PYTEST) --last-failed --last-failed-no-failures none $(2) && \
 	echo "RETRY: the tests that ran last failed once and passed alone"; }
 
-.PHONY: chaos clients help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: chaos clients stores help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +105,11 @@ bench: install ## Measure all but the model, or what ARGS="cpu --url http://127.
 clients: install-dev ## Install other people's clients (litellm, langchain, instructor, …) for the tests that need them
 	@test -x .venv-clients/bin/python || "$(PYTHON)" -m venv .venv-clients
 	@.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet -r deploy/locks/clients.txt
+
+stores: install-dev ## Install the client of S3 and a server of its API for the tests that need them
+	@test -x .venv-stores/bin/python || $(BIN)/python -m venv .venv-stores
+	@.venv-stores/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r deploy/locks/stores.txt
+	@$(BIN)/python -c $(PURELIB) >"$$(.venv-stores/bin/python -c $(PURELIB))/venv.pth"
 
 lock: ## Resolve all dependencies anew into deploy/locks
 	deploy/setup/lock.sh "$(PYTHON)" $(TORCH_VERSION) $(LOCK)
