@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # from a compiled module
@@ -72,10 +72,11 @@ def connect_some(ranks: Sequence[int] | None = None, backend: str | None = None)
     """
     is_gloo = (backend or dist.get_backend()) == "gloo"
     timeout = CONNECTING_TIMEOUT if is_gloo else RENDEZVOUS_TIMEOUT
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
+    made: Any = dist.new_group(ranks, timeout=timeout, backend=backend)  # Any: a number in ranks outside of it
     if made is not dist.GroupMember.NON_GROUP_MEMBER:
         _set_pg_timeout(RENDEZVOUS_TIMEOUT, made)
-    return made
+    group: dist.ProcessGroup = made
+    return group
 
 
 def mailbox(rank: int) -> str:
