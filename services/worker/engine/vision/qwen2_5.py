@@ -73,6 +73,19 @@ class _Layer:
     down: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPatches:
+    """Images that are computed together, on the device; see `Qwen25Encoder.prepare`."""
+
+    counts: list[int]
+    """Embeddings of each image."""
+    pixels: torch.Tensor  # [patches, channels * frames * patch_size ** 2]
+    coordinates: torch.Tensor  # [patches, 2] int64
+    order: torch.Tensor  # [embeddings] int64, squares of patches, window by window
+    windows: TextAttention
+    frames: TextAttention
+
+
 class Qwen25Encoder:
     """See `VisionEncoder`, and `count_squares` for the pixels of an image."""
 
@@ -108,21 +121,38 @@ class Qwen25Encoder:
         return BATCH_PATCHES * columns * self._kernels.activation_dtype.itemsize
 
     def _encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
-        config, kernels, square = self.config, self._kernels, self.config.merge**2
+        prepared = self.prepare(images)
+        return list(torch.split(self.run(prepared), prepared.counts))
+
+    def prepare(self, images: Sequence[EncoderImage]) -> PreparedPatches:
+        """Return on the device what `run` takes of images."""
+        config = self.config
         places = [PatchPlaces.of(image.grid, config.merge) for image in images]
         windows_of = [_Windows.of(image.grid, config) for image in images]
         counts = [len(each.order) for each in windows_of]
         firsts = np.cumsum(counts) - counts
-        order = self._sent(np.concatenate([each.order + first for each, first in zip(windows_of, firsts, strict=True)]))
+        order = np.concatenate([each.order + first for each, first in zip(windows_of, firsts, strict=True)])
+        return PreparedPatches(
+            counts=counts,
+            pixels=joined_pixels(images, self._kernels.activation_dtype, self._device),
+            coordinates=self._sent(np.concatenate([each.coordinates for each in places])),
+            order=self._sent(order),
+            windows=TextAttention(np.concatenate([each.sizes for each in windows_of]), config.heads, self._device),
+            frames=TextAttention(np.concatenate([each.frames for each in places]), config.heads, self._device),
+        )
+
+    def run(self, prepared: PreparedPatches) -> torch.Tensor:
+        """Return the embeddings [embeddings, width] of prepared images, one image after the other.
+
+        Nothing comes from the host's memory, so a CUDA graph can have all of it.
+        """
+        config, kernels, square, order = self.config, self._kernels, self.config.merge**2, prepared.order
         # Squares of patches that attend to each other are neighbours from here on.
-        hidden = _in_order(self._patches(joined_pixels(images, kernels.activation_dtype, self._device)), order, square)
-        coordinates = self._sent(np.concatenate([each.coordinates for each in places]))
-        angles = _in_order(self._rotation.angles(coordinates), order, square)
+        hidden = _in_order(self._patches(prepared.pixels), order, square)
+        angles = _in_order(self._rotation.angles(prepared.coordinates), order, square)
         cosines, sines = angles.cos(), angles.sin()
-        windows = TextAttention(np.concatenate([each.sizes for each in windows_of]), config.heads, self._device)
-        frames = TextAttention(np.concatenate([each.frames for each in places]), config.heads, self._device)
         for i, layer in enumerate(self._layers):
-            attention = frames if i in config.full_layers else windows
+            attention = prepared.frames if i in config.full_layers else prepared.windows
             qkv = layer.qkv(kernels.rms_norm(hidden, layer.attention_norm, config.norm_epsilon))
             rotate(qkv, cosines, sines)
             layer.attention_output.add_to(attention(qkv), hidden)
@@ -132,7 +162,7 @@ class Qwen25Encoder:
         merged = self._projection(gelu(self._mixed(normed.view(-1, square * config.hidden_size))))
         embeddings = torch.empty_like(merged)
         embeddings[order] = merged
-        return list(torch.split(embeddings, counts))
+        return embeddings
 
     def _sent(self, values: NDArray[np.int64]) -> torch.Tensor:
         return to_device(values, self._device)

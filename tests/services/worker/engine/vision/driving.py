@@ -28,13 +28,13 @@ TOP = 5
 
 def engine_of(
     directory: Path | str, backend: str = "torch", *, rank: int = 0, world_size: int = 1, rendezvous: str = "",
-    device: str = "cpu",
+    device: str = "cpu", dtype: str = "float32",
 ) -> ModelEngine:  # fmt: skip
-    """Return an engine that has loaded a model and its encoder, in float32."""
+    """Return an engine that has loaded a model and its encoder."""
     options = RunnerOptions(backend=backend, threads=1, device=device)
     engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
     spec = EngineSpec(
-        str(directory), dtype="float32", max_rows=4, max_context=320, page_size=PAGE, device_pages=80, vision=True,
+        str(directory), dtype=dtype, max_rows=4, max_context=320, page_size=PAGE, device_pages=80, vision=True,
         rank=rank, world_size=world_size, rendezvous=rendezvous,
     )  # fmt: skip
     engine.configure(spec, lambda _fraction, _stage: None)

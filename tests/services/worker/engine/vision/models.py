@@ -254,11 +254,16 @@ def prompt(*parts: list[int] | Picture) -> Prompt:
 
 def save(directory: Path, family: str, vocabulary: int = VOCABULARY, **changes: int) -> Path:
     """Write a tiny model to `directory`, which is returned; `changes` are token ids in its config.json."""
-    import transformers
-
     name, options = MODELS[family]
     text = {**options["text_config"], "vocab_size": vocabulary}
-    config = getattr(transformers, f"{name}Config")(**{**options, "text_config": text, **changes})
+    return save_as(directory, name, {**options, "text_config": text, **changes})
+
+
+def save_as(directory: Path, name: str, options: dict[str, Any]) -> Path:
+    """Write a model of the class `name` of `transformers` to `directory`, which is returned."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     with torch.no_grad():
