@@ -12,7 +12,8 @@ each part. Each must serve the model under its directory's name; `--write-model`
 
     python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --write-model model
     pando up --model model --model.served_name qwen2.5-vl-tiny --model.load_format dummy --gateway.port 8401
-    vllm serve model --served-model-name qwen2.5-vl-tiny --load-format dummy --max-model-len 4096 --port 8402
+    vllm serve model --served-model-name qwen2.5-vl-tiny --load-format dummy --max-model-len 4096 --port 8402 \
+        --skip-mm-profiling --enable-prompt-tokens-details
     python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --size 224x224 \
         --streams 4 --images 32 --concurrency 4 --url pando=http://localhost:8401 --url vllm=http://localhost:8402
 
