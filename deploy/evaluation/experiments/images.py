@@ -11,9 +11,10 @@ With `--url LABEL=URL`, once or more, servers are measured that run already, suc
 each part. Each must serve the model under its directory's name; `--write-model` writes files that all can read:
 
     python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --write-model model
-    pando up --model model --model.served_name qwen2.5-vl-tiny --model.load_format dummy --gateway.port 8401
-    vllm serve model --served-model-name qwen2.5-vl-tiny --load-format dummy --max-model-len 4096 --port 8402 \
-        --skip-mm-profiling --enable-prompt-tokens-details
+    pando up --model model --model.served_name qwen2.5-vl-tiny --model.load_format dummy --model.dtype bfloat16 \
+        --gateway.port 8401
+    vllm serve model --served-model-name qwen2.5-vl-tiny --load-format dummy --dtype bfloat16 --port 8402 \
+        --max-model-len 4096 --skip-mm-profiling --enable-prompt-tokens-details
     python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --size 224x224 \
         --streams 4 --images 32 --concurrency 4 --url pando=http://localhost:8401 --url vllm=http://localhost:8402
 
