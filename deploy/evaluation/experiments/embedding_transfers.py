@@ -53,7 +53,7 @@ TRUSTED = Security(plaintext=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TransferWay:
     """A way for embeddings of one size; `ticket` is that of the call, which returns `answer_bytes`."""
 
     name: str
@@ -91,7 +91,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     try:
         if not await asyncio.to_thread(ours.poll, START_S):
             raise TimeoutError("the process with the embeddings did not start")
-        ways: dict[int, list[Way]] = ours.recv()
+        ways: dict[int, list[TransferWay]] = ours.recv()
         for count, of_count in ways.items():
             taken: dict[str, list[float]] = {}
             for repeat in range(arguments.repeats + 1):
@@ -108,7 +108,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
         await asyncio.to_thread(holder.join, START_S)
 
 
-async def transfer(reader: PeerReader, way: Way, shape: tuple[int, int], device: torch.device) -> dict[str, float]:
+async def transfer(
+    reader: PeerReader, way: TransferWay, shape: tuple[int, int], device: torch.device
+) -> dict[str, float]:
     """Return the seconds until embeddings of this shape are on the device, and those of parts of that."""
     started = time.perf_counter()
     content = await reader.read_embeddings(way.address, way.ticket, way.answer_bytes)
@@ -163,7 +165,7 @@ async def _hold(pipe: Connection, counts: Sequence[int], width: int, device: tor
         return [answers[image.length] for image in images]
 
     encodings = EncodingQueue(encode)
-    ways: dict[int, list[Way]] = {}
+    ways: dict[int, list[TransferWay]] = {}
     on_device: list[torch.Tensor] = []
     async with contextlib.AsyncExitStack() as stack:
         tcp = f"127.0.0.1:{(await _served(stack, '127.0.0.1:0', encodings)).port}"
@@ -183,7 +185,7 @@ async def _hold(pipe: Connection, counts: Sequence[int], width: int, device: tor
                 answers.append(answer)
                 ticket = len(answers).to_bytes(16, "big")
                 await stack.enter_async_context(encodings.hold(ticket, RowImage(b"", 0, len(answers) - 1, (1, 1))))
-                ways[count].append(Way(name, ticket, address, len(answer)))
+                ways[count].append(TransferWay(name, ticket, address, len(answer)))
         pipe.send(ways)
         await asyncio.to_thread(pipe.recv)
 

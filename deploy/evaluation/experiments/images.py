@@ -121,7 +121,7 @@ def measure_running(arguments: argparse.Namespace, deadline: Deadline) -> int:
     name = arguments.model.name if arguments.model.is_dir() else str(arguments.model)
     try:
         servers = [
-            Server(label or url, HttpClient(url), label or url) for label, url in map(parse_target, arguments.url)
+            ImageServer(label or url, HttpClient(url), label or url) for label, url in map(parse_target, arguments.url)
         ]
     except ValueError as error:
         report(str(error))
@@ -156,7 +156,7 @@ def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
         try:
             with deployment:
                 report(f"a deployment serves after {time.monotonic() - began_at:.1f} s")
-                servers = [Server("the deployment", HttpClient(deployment.url), label)]
+                servers = [ImageServer("the deployment", HttpClient(deployment.url), label)]
                 if failed := failures(measure(arguments, arguments.model.name, servers, deadline)):
                     report(deployment.last_lines())
         except LaunchError as error:
@@ -166,7 +166,7 @@ def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ImageServer:
     """A server under test; `label` distinguishes its results from those of others."""
 
     name: str
@@ -174,7 +174,9 @@ class Server:
     label: str | None
 
 
-async def measure(arguments: argparse.Namespace, model: str, servers: Sequence[Server], deadline: Deadline) -> None:
+async def measure(
+    arguments: argparse.Namespace, model: str, servers: Sequence[ImageServer], deadline: Deadline
+) -> None:
     """Warm up, then run all parts of all rounds for which there is time; servers take turns at each part.
 
     Raises:
