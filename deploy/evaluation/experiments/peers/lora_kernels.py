@@ -132,7 +132,7 @@ class GivenSums:
         return self._sums
 
 
-class Way(Protocol):
+class AdapterWay(Protocol):
     """Products of adapters, and of layers with them, of one implementation."""
 
     label: str
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for layer in range(copies)
             ]
             most_rows = max(*arguments.rows, *arguments.prompt, 1)
-            ways: list[Way] = [EngineWay(layers, count)]
+            ways: list[AdapterWay] = [EngineWay(layers, count)]
             if arguments.peer is not None:
                 ways.append(PeerWay(arguments.peer, layers, count, most_rows))
             measurement = Measurement(layers, ways, report, arguments.seconds)
@@ -378,7 +378,7 @@ class Measurement:
     """Measures several ways on the same factors."""
 
     layers: Sequence[Sequence[Factors]]
-    ways: Sequence[Way]
+    ways: Sequence[AdapterWay]
     report: Report
     seconds: float
 
@@ -424,7 +424,7 @@ class Measurement:
             self._measure_layers(title, way, inputs, sums)
 
     def _measure_layers(
-        self, title: str, way: Way, inputs: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
+        self, title: str, way: AdapterWay, inputs: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
     ) -> None:
         plain, adapted = [], []
         for layer in range(min(LAYERS, len(self.layers))):
