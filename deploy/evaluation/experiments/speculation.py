@@ -120,18 +120,21 @@ class DraftedWorkload:
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     new_tokens: int
+    is_steady: bool = False
+    """Time ends when the first row has finished, so that all rows decode all the time."""
 
 
 class SyntheticSources:
-    """Guesses RIGHT with a given probability for each token, and otherwise WRONG."""
+    """Guesses RIGHT with a given probability for each token of a row, and otherwise WRONG."""
 
-    def __init__(self, acceptance: float, _rows: RowSlots, _cache: PrefixCache) -> None:
+    def __init__(self, acceptance: float, rows: RowSlots, _cache: PrefixCache) -> None:
         self._acceptance = acceptance
-        self._random = random.Random(0)
+        self._rows = rows
 
     def guess(self, row: RowSlot, most: int) -> Guess:
-        """Return `most` tokens for any row."""
-        ids = [RIGHT if self._random.random() < self._acceptance else WRONG for _ in range(most)]
+        """Return `most` tokens for any row; the same ones as long as its length is the same."""
+        numbers = random.Random(int(self._rows.handle[row]) << 32 | int(self._rows.length[row]))
+        ids = [RIGHT if numbers.random() < self._acceptance else WRONG for _ in range(most)]
         return Guess(np.array(ids, np.int32), Origin.CACHE)
 
 
@@ -171,9 +174,9 @@ class DraftingServer:
                 options,
             )
             assert core.submit(request, 0.0).rejected is None, "the prompt fits"
-        return self._decode(core, len(workload.prompts))
+        return self._decode(core, len(workload.prompts), is_steady=workload.is_steady)
 
-    def _decode(self, core: SchedulerCore, rows: int) -> DraftedRun:
+    def _decode(self, core: SchedulerCore, rows: int, *, is_steady: bool) -> DraftedRun:
         outputs: dict[int, list[int]] = {}
         finished = passes = tokens = 0
         started, busy = time.perf_counter(), time.process_time()
@@ -182,13 +185,14 @@ class DraftingServer:
         def execute(plan: StepPlan) -> None:
             self._engine.execute(plan, core.apply)
 
-        while finished < rows:
-            plan = core.plan(time.perf_counter(), 0) if core.in_flight < 2 else None
+        while finished < (1 if is_steady else rows):
+            in_flight = core.in_flight
+            plan = core.plan(time.perf_counter(), 0) if in_flight < 2 else None
             if plan is not None:
                 passes += plan.steps
                 execute(plan)
             else:
-                self._engine.settle(lambda: core.in_flight < 2)
+                self._engine.settle(lambda: core.in_flight < in_flight)  # noqa: B023  (called before it changes)
             output = core.take_output()
             if output is None:
                 continue
@@ -201,6 +205,7 @@ class DraftingServer:
                 is_decoding, passes, tokens = True, core.in_flight, 0
                 started, busy = time.perf_counter(), time.process_time()
         seconds, busy_s = time.perf_counter() - started, time.process_time() - busy
+        self._engine.settle(lambda: False)
         found = core.speculation
         texts = tuple(tuple(outputs[handle]) for handle in sorted(outputs))
         return DraftedRun(texts, passes, seconds, busy_s, tokens, found.drafted_tokens, found.accepted_tokens)
@@ -270,7 +275,7 @@ def measure_shape(arguments: argparse.Namespace, deadline: Deadline, results: Pa
     sampling = SamplingParams(temperature=0.0, allowed_token_ids=(RIGHT,))
     warm = set()
     for rows in within_time(list(arguments.rows) * REPEATS, deadline, RESERVE_S):
-        workload = DraftedWorkload(ids[:rows].tolist(), sampling, arguments.new_tokens)
+        workload = DraftedWorkload(ids[:rows].tolist(), sampling, arguments.new_tokens, is_steady=True)
         if rows not in warm:
             warm.add(rows)
             server.run(workload, "off")

@@ -116,7 +116,7 @@ class Planner:
         the plans in flight are abandoned for this one, which closes all of their rows.
         """
         self._judge_classes(now)
-        if not (idle or overtakes) and (self._is_watchful or self._speculation.holds_plans()):
+        if not (idle or overtakes) and (self._is_watchful or self._holds_plans()):
             return None
         while True:
             plan, has_freed_pages = self._try_plan(now, epoch, decode_step_s, idle=idle)
@@ -136,7 +136,7 @@ class Planner:
         before = self._rows.planned.copy()
         micro_batch = self._rows.next_micro_batch(self._micro_batch)
         decoding, grants = self._plan_decode(micro_batch)
-        guesses = self._draft(decoding, jumped, grants) if idle else {}
+        guesses = self._draft(decoding, jumped, grants, now) if idle else {}
         drafted = sum(guess.token_ids.size for guess in guesses.values())
         budget = self._prefill_budget(len(decoding) + jumped + drafted)
         prefills: list[PrefillChunk] = []
@@ -176,7 +176,7 @@ class Planner:
             jumps=self._rows.jumps(),
             saves=states.take_saves() if states is not None else (),
             adapters=self._tenancy.adapters.take_loads(),
-            drafts=self._speculation.sent(step_id, guesses),
+            drafts=self._speculation.sent(step_id, guesses, now),
             can_abandon=self._config.abandons_passes and 0 < self._rows.running == self._rows.batch_rows,
             micro_batch=micro_batch,
             dropped_outputs=self._memory.images.outputs.take_dropped(),
@@ -274,13 +274,10 @@ class Planner:
             if self._rows.running > 1 or not self.yield_pin():
                 self._retract(self.preemption.victim(self._rows.occupants()))
 
-    def _draft(self, live: NDArray[np.int64], jumped: int, grants: Granting) -> dict[RowSlot, Guess]:
+    def _draft(self, live: NDArray[np.int64], jumped: int, grants: Granting, now: float) -> dict[RowSlot, Guess]:
         """Draft tokens for rows whose next token is planned, as far as there are pages for them."""
         drafts = {}
-        # Logits are computed after each token of a draft, and memory is reserved for those of all rows.
-        tokens = self.limits.tokens - self._config.vision.block
-        most = min(tokens - jumped, max(self.limits.rows, LEAST_SAMPLES))
-        for row, guess in self._speculation.propose(live, most - len(live)).items():
+        for row, guess in self._speculation.propose(live, self._draft_room(live, jumped), now).items():
             planned, size = int(self._rows.planned[row]), guess.token_ids.size
             missing = self._memory.pages_of(planned + size) - int(self._rows.page_count[row])
             pages = self._memory.try_allocate(missing) if missing > 0 else None
@@ -291,6 +288,16 @@ class Planner:
                 drafts[row] = Guess(guess.token_ids[:size], guess.origin)
                 self._rows.reach[row] = max(self._rows.reach[row], planned + size)
         return drafts
+
+    def _holds_plans(self) -> bool:
+        live = self._rows.live()
+        return self._speculation.holds_plans(live, self._draft_room(live, 0))
+
+    def _draft_room(self, live: NDArray[np.int64], jumped: int) -> int:
+        """Return the number of tokens that all drafts of a pass for the rows `live` may have."""
+        # Logits are computed after each token of a draft, and memory is reserved for those of all rows.
+        tokens = self.limits.tokens - self._config.vision.block
+        return min(tokens - jumped, max(self.limits.rows, LEAST_SAMPLES)) - len(live)
 
     def _extend(self, live: NDArray[np.int64], steps: int, grants: Granting) -> int:
         """Extend a plan of one step to `steps` steps if pages allow; return the resulting number of steps."""

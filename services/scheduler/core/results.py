@@ -106,13 +106,12 @@ class ResultHandler:
             self._store_accepted(result)
         if len(result.forced_rows):
             self._store_forced(result)
-        drafted = self._speculation.drafted_in(result.step_id)
+        self._measure(result, expected)
         self._speculation.saw_result(result)
         embeddings = dict(result.embeddings)
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
                 self._finish_stopped(stop, embeddings.get(stop.row), finish)
-        self._measure(result, expected, drafted)
 
     def _recall(self, result: StepResult) -> _Expected:
         """Return the expectations of the result's plan; only its first pass computes the chunks."""
@@ -223,16 +222,15 @@ class ResultHandler:
         decoded = len(result.rows) > len(chunks)
         return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
 
-    def _measure(self, result: StepResult, expected: _Expected, drafted: int) -> None:
+    def _measure(self, result: StepResult, expected: _Expected) -> None:
         chunks = expected.chunks
         if not chunks and len(result.rows):
-            self._measure_decoding(result.compute_us / 1e6, len(result.rows), drafted)
+            self._measure_decoding(result.step_id, len(result.rows), result.compute_us / 1e6)
         elif chunks and self._load_costs is not None and not expected.encodes:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
-    def _measure_decoding(self, seconds: float, rows: int, drafted: int) -> None:
-        self._speculation.saw_pass(rows + drafted, seconds)
-        if drafted:
+    def _measure_decoding(self, step_id: StepId, rows: int, seconds: float) -> None:
+        if self._speculation.saw_pass(step_id, rows, seconds):
             return
         if self.decode_step_s is None:
             self.decode_step_s = seconds

@@ -32,6 +32,7 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.window_pages import WindowPages
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.drafts import DraftSources
 from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferId
     from common.types import TokenLogprob
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import PromptPart, Sequence
+    from services.scheduler.core.speculation import GuessesTokens
 
 STOP_ID = 7
 BOUND = Grammar(GrammarKind.REGEX, "x", "regex")
@@ -141,6 +145,7 @@ class Harness:
         micro_batches: int = 1,
         vision: VisionLimits | None = None,
         sees_images: bool = True,
+        make_sources: Callable[[RowSlots, PrefixCache], GuessesTokens] = DraftSources,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -182,7 +187,8 @@ class Harness:
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
         rules = replace(rules or CacheConfig(), snapshots=snapshots, snapshot_interval=interval)
         self.cache = make_cache(cache, allocator, page_size, rules, host)
-        self.core = SchedulerCore(self.config, allocator, self.cache, QueueOrder(order, self.counters))
+        queue = QueueOrder(order, self.counters)
+        self.core = SchedulerCore(self.config, allocator, self.cache, queue, make_sources=make_sources)
         if limits is not None:
             self.core.adopt(limits)
         self.worker = SimulatedWorker(

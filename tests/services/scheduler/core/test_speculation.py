@@ -14,9 +14,7 @@ from common.settings import SchedulerSettings, SpeculationSettings
 from common.steps import EngineCapacity
 from common.types import CacheMode, FinishReason
 from services.scheduler.core.config import resolve_core
-from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.drafts import Guess, Origin, repetition
-from services.scheduler.core.speculation import PassCosts
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request, with_options
 
@@ -258,14 +256,3 @@ def test_repetitions_are_found(known: list[int], most: int, guess: Guess | None)
     if found is not None and guess is not None:
         assert found.token_ids.tolist() == guess.token_ids.tolist()
         assert found.origin is guess.origin
-
-
-def test_the_costs_of_passes_are_learnt() -> None:
-    costs = PassCosts(LoadCosts(1, prefill_tokens_per_s=1000.0))
-    costs.saw(4, 0.020)
-    assert costs.estimate(4) == pytest.approx((0.020, 0.001))
-    for tokens in [4, 8, 12, 16] * 30:
-        costs.saw(tokens, 0.018 + tokens * 0.0005)
-    seconds, each_s = costs.estimate(10)
-    assert seconds == pytest.approx(0.023, rel=0.02)
-    assert each_s == pytest.approx(0.0005, rel=0.2)
