@@ -73,7 +73,7 @@ def connect_some(ranks: Sequence[int] | None = None, backend: str | None = None)
     is_gloo = (backend or dist.get_backend()) == "gloo"
     timeout = CONNECTING_TIMEOUT if is_gloo else RENDEZVOUS_TIMEOUT
     made: Any = dist.new_group(ranks, timeout=timeout, backend=backend)  # Any: a number in ranks outside of it
-    if made is not dist.GroupMember.NON_GROUP_MEMBER:
+    if ranks is None or dist.get_rank() in ranks:
         _set_pg_timeout(RENDEZVOUS_TIMEOUT, made)
     group: dist.ProcessGroup = made
     return group
