@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ways: list[AdapterWay] = [EngineWay(layers, count)]
             if arguments.peer is not None:
                 ways.append(PeerWay(arguments.peer, layers, count, most_rows))
-            measurement = Measurement(layers, ways, report, arguments.seconds)
+            measurement = AdapterMeasurement(layers, ways, report, arguments.seconds)
             passes = [(rows, torch.arange(rows, device=like.device) % count) for rows in arguments.rows]
             passes += [(rows, torch.arange(rows, device=like.device) * count // rows) for rows in arguments.prompt]
             for rows, used in passes:
@@ -374,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class AdapterMeasurement:
     """Measures several ways on the same factors."""
 
     layers: Sequence[Sequence[Factors]]
