@@ -48,6 +48,11 @@ STORAGE_PAGES_TOTAL = Counter(
 ENCODED_IMAGES_TOTAL = Counter(
     "pando_worker_encoded_images_total", "Images that this worker has encoded for the ranks of a group."
 )
+FETCHED_IMAGES_TOTAL = Counter(
+    "pando_worker_fetched_images_total",
+    "Images whose embeddings workers that encode gave this rank, by way: copied from their memory, or sent over gRPC.",
+    ["way"],
+)
 PEER_PAGES_TOTAL = Counter(
     "pando_worker_peer_pages_total", "Pages read from workers of other groups, by outcome: done or failed.", ["outcome"]
 )

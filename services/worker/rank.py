@@ -266,7 +266,7 @@ class Rank:
         self.leases.grant(lease, known)
 
     async def keep_embeddings(
-        self, output: EncoderOutputId, count: int, read: Callable[[int], Awaitable[bytearray]]
+        self, output: EncoderOutputId, count: int, read: Callable[[int], Awaitable[memoryview]]
     ) -> None:
         """Keep `count` embeddings as an output; `read` reads as many bytes from the worker that has encoded them.
 
@@ -300,10 +300,10 @@ class Rank:
         if identity and (self._capacity is None or self._capacity.encoder_identity != identity):
             raise UnavailableError("this worker has loaded another encoder, as it may encode for several groups")
 
-    async def _encode(self, images: Sequence[RowImage]) -> list[bytes]:
+    async def _encode(self, images: Sequence[RowImage]) -> list[memoryview]:
         """Encode images for other ranks, on the engine's thread."""
 
-        def encode() -> list[bytes]:
+        def encode() -> list[memoryview]:
             if self._state is not WorkerState.READY or self._engine.encoder is None:
                 raise UnavailableError("this worker does not encode images for others now")
             self._thread.beat()

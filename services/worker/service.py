@@ -24,6 +24,7 @@ from services.worker.rank import NotReadyError, SupersededError
 from services.worker.row_spans import RowSpans
 from services.worker.wire import (
     capacity_to_wire,
+    embeddings_to_wire,
     image_from_wire,
     plan_from_wire,
     result_to_wire,
@@ -254,8 +255,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ReadEmbeddingsRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ReadEmbeddingsResponse]:
         """Send the embeddings of an image."""
-        for content in self._rank.encodings.read(request.ticket):
-            yield worker_pb2.ReadEmbeddingsResponse(content=content)
+        for part in self._rank.encodings.read(request.ticket, request.space):
+            yield embeddings_to_wire(part)
 
     async def FetchEmbeddings(  # noqa: N802
         self, request: worker_pb2.FetchEmbeddingsRequest, context: Context

@@ -27,6 +27,7 @@ from common.wire.images import pixels_from_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
 from protos.gen.pando.v1 import worker_pb2
 from services.worker.engine.host_tier.shared_pages import SharedPages
+from services.worker.peers.sealed_memory import SealedPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -271,6 +272,22 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
 
 def _peer_from_wire(message: worker_pb2.PeerPages) -> PeerPages:
     return PeerPages(tuple(message.workers), message.lease, _int32(message.device_pages))
+
+
+def embeddings_to_wire(part: bytes | SealedPlace) -> worker_pb2.ReadEmbeddingsResponse:
+    """Return the message for some bytes of embeddings, or for the memory where all of them are."""
+    if isinstance(part, bytes):
+        return worker_pb2.ReadEmbeddingsResponse(content=part)
+    return worker_pb2.ReadEmbeddingsResponse(
+        memory=worker_pb2.SealedPlace(name=part.name, process=part.process, descriptor=part.descriptor)
+    )
+
+
+def embeddings_from_wire(message: worker_pb2.ReadEmbeddingsResponse) -> bytes | SealedPlace:
+    """Convert a message of `embeddings_to_wire` back."""
+    if message.HasField("memory"):
+        return SealedPlace(message.memory.name, message.memory.process, message.memory.descriptor)
+    return message.content
 
 
 def shared_pages_to_wire(memory: SharedPages) -> worker_pb2.SharedPages:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, TokenizerSettings
+from common.settings import (
+    GatewaySettings,
+    ModelSettings,
+    SchedulerSettings,
+    Settings,
+    TokenizerSettings,
+    WorkerSettings,
+)
 from common.settings.tokenizer import ImageDecodingSettings
 from deploy.supervisor.layout import Replicas, free_port
 from tests.e2e.conftest import serve
@@ -34,21 +43,35 @@ def port() -> int:
     return free_port("127.0.0.1")
 
 
+@pytest.fixture(scope="module")
+def worker_ports() -> int:
+    """Return the first of three free ports: of up to two ranks and the encoder."""
+    while True:
+        first = free_port("127.0.0.1")
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + 3):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.extended)])
-def apart(request: pytest.FixtureRequest, directory: Path, port: int, run_root: Path) -> Iterator[Served]:
+def apart(
+    request: pytest.FixtureRequest, directory: Path, port: int, worker_ports: int, run_root: Path
+) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(reference=str(directory), dtype="float32", images="on"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings(metrics_port=port),
+        worker=WorkerSettings(metrics_port=worker_ports),
         tokenizer=TokenizerSettings(images=ImageDecodingSettings(processes=1)),
     )
     yield from serve(settings, run_root, request.param, Replicas(encoders=1))
 
 
-def count(port: int, name: str) -> int:
-    """Return the value of a scheduler's metric, or 0."""
+def count(port: int, name: str, service: str = "scheduler") -> int:
+    """Return the value of a service's metric, or 0."""
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60, trust_env=False).text
-    found = re.search(rf"^pando_scheduler_{re.escape(name)} ([0-9.]+)$", text, re.MULTILINE)
+    found = re.search(rf"^pando_{service}_{re.escape(name)} ([0-9.]+)$", text, re.MULTILINE)
     return round(float(found[1])) if found else 0
 
 
@@ -70,6 +93,14 @@ def test_an_encoder_encodes_images_and_the_workers_do_while_it_is_away(
         wait_until(lambda: count(port, done) == 3)
         wait_until(lambda: count(port, "reused_images") == 1)
         assert count(port, "encoded_images") == 0
+        # Within one host, the ranks copied all embeddings from the encoder's memory.
+        ranks = [each for each in apart.deployment.layout.services if each.name.startswith("worker")]
+        assert ranks
+        for rank in ranks:
+            own = rank.settings.worker.metrics_port
+            assert own is not None
+            assert count(own, 'fetched_images_total{way="copied"}', "worker") == 3
+            assert count(own, 'fetched_images_total{way="sent"}', "worker") == 0
         restarts = apart.deployment.restarts_of("encoder")
         apart.deployment.kill("encoder")
         mine = picture(64, 64, seed=3), "Which one?"

@@ -1,7 +1,8 @@
 """Reading from other workers: pages of other groups into this rank's host pages, and embeddings of images.
 
 Where the worker of the same rank is on this host and both have GPUs, pages are copied from its memory, which this
-process maps (`read_mapped`). Otherwise they are sent over gRPC, as bytes.
+process maps (`read_mapped`). Embeddings are copied from the memory of an encoder that is on this host (`copy_sealed`).
+Otherwise both are sent over gRPC, as bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from services.worker import metrics
 from services.worker.engine.host_tier.page_form import sources_of
 from services.worker.engine.host_tier.shared_pages import SharingError
 from services.worker.peers.mapped_reading import ReadProgress, read_mapped
-from services.worker.peers.mapping import PeerMappings
+from services.worker.peers.mapping import RETRY_S, PeerMappings
+from services.worker.peers.sealed_memory import SealedPlace, copy_sealed, sharing_space
 from services.worker.stream_pages import StreamEndedError
+from services.worker.wire import embeddings_from_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -98,6 +101,8 @@ class PeerReader:
         self._silence_s = silence_s
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._mappings = PeerMappings(silence_s)
+        # Not before then a worker that encodes is asked for its memory again, once that could not be opened.
+        self._sent_until: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # End of the latest transfer. Transfers share links, so the time before is that of others.
         self._free_at = 0.0
@@ -109,20 +114,24 @@ class PeerReader:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def read_embeddings(self, encoder: str, ticket: bytes, size: int) -> bytearray:
+    async def read_embeddings(self, encoder: str, ticket: bytes, size: int) -> memoryview:
         """Return the `size` bytes of an image's embeddings from a worker that encodes, in bounded time.
+
+        They are copied from the memory of that process, if this one may open it, and sent otherwise.
 
         Raises:
             UnavailableError: it does not answer, or has others.
         """
-        channel, content = self._channel(encoder), bytearray()
-        call = worker_pb2_grpc.WorkerStub(channel).ReadEmbeddings(worker_pb2.ReadEmbeddingsRequest(ticket=ticket))
         try:
-            async with contextlib.aclosing(self._parts(call, channel)) as parts:
-                async for part in parts:
-                    content += part.content
-                    if len(content) > size:
-                        break
+            if time.monotonic() < self._sent_until.get(encoder, 0.0):
+                return await self._receive_embeddings(encoder, ticket, size)
+            try:
+                return await self._receive_embeddings(encoder, ticket, size, sharing_space())
+            except SharingError as error:
+                refusal = str(error)
+            content = await self._receive_embeddings(encoder, ticket, size)
+            self._note_sent(encoder, refusal)
+            return content
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             raise UnavailableError(f"embeddings could not be read: {reason}") from error
@@ -130,9 +139,6 @@ class PeerReader:
             if is_own_cancellation():
                 raise
             raise UnavailableError(f"embeddings could not be read: {CLOSED_DURING_CALL}") from None
-        if len(content) != size:
-            raise UnavailableError(f"embeddings of {len(content)} bytes where {size} were expected")
-        return content
 
     async def close(self) -> None:
         """Stop all transfers and close the channels."""
@@ -142,6 +148,32 @@ class PeerReader:
         await self._mappings.close()
         for channel in self._channels.values():
             await channel.close()
+
+    async def _receive_embeddings(self, encoder: str, ticket: bytes, size: int, space: str = "") -> memoryview:
+        """Return embeddings, which a worker in `space` does not have to send."""
+        channel, content = self._channel(encoder), bytearray()
+        request = worker_pb2.ReadEmbeddingsRequest(ticket=ticket, space=space)
+        call = worker_pb2_grpc.WorkerStub(channel).ReadEmbeddings(request)
+        async with contextlib.aclosing(self._parts(call, channel)) as messages:
+            async for message in messages:
+                part = embeddings_from_wire(message)
+                if isinstance(part, SealedPlace):
+                    copied = await asyncio.to_thread(copy_sealed, part, size)
+                    metrics.FETCHED_IMAGES_TOTAL.labels("copied").inc()
+                    return copied
+                content += part
+                if len(content) > size:
+                    break
+        if len(content) != size:
+            raise UnavailableError(f"embeddings of {len(content)} bytes where {size} were expected")
+        metrics.FETCHED_IMAGES_TOTAL.labels("sent").inc()
+        return memoryview(content)
+
+    def _note_sent(self, encoder: str, reason: str) -> None:
+        """Have embeddings sent for a while by a worker whose memory cannot be opened."""
+        if encoder not in self._sent_until:
+            self._log.warning("embeddings.not_copied", encoder=encoder, reason=reason)
+        self._sent_until[encoder] = time.monotonic() + RETRY_S
 
     async def _run(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
         assert transfer.peer is not None, "checked by the engine"

@@ -38,7 +38,7 @@ class Store:
     def admit(self, plan: StepPlan, rows: RowStates) -> StepPlan:
         return plan
 
-    def keep(self, output: EncoderOutputId, content: bytearray) -> None:
+    def keep(self, output: EncoderOutputId, content: memoryview) -> None:
         self.kept[output] = bytes(content)
 
     def reset(self) -> None:
@@ -51,11 +51,11 @@ class Doubling:
     def __init__(self, before: Callable[[], None] = nothing) -> None:
         self.before = before
 
-    def encode(self, images: Sequence[RowImage]) -> list[bytes]:
+    def encode(self, images: Sequence[RowImage]) -> list[memoryview]:
         self.before()
         if any(isinstance(each.pixels, np.ndarray) and each.pixels.size != each.length for each in images):
             raise InvalidRequestError("no image", param="image")
-        return [(2 * each.pixels).tobytes() for each in images if isinstance(each.pixels, np.ndarray)]
+        return [memoryview((2 * each.pixels).tobytes()) for each in images if isinstance(each.pixels, np.ndarray)]
 
 
 def asked(*pixels: float, length: int | None = None) -> worker_pb2.EncodeRequest:
@@ -152,10 +152,10 @@ async def test_nothing_is_kept_for_a_stream_that_has_ended_meanwhile() -> None:
     rank = Rank(ScriptedEngine(images=store))
     await rank.configure(SPEC, lambda _fraction, _stage: None)
 
-    async def read(size: int) -> bytearray:
+    async def read(size: int) -> memoryview:
         started.set()
         await goes_on.wait()
-        return bytearray(size)
+        return memoryview(bytearray(size))
 
     with pytest.raises(NotReadyError):
         await rank.keep_embeddings(EncoderOutputId(1), 1, read)

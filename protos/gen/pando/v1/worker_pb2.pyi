@@ -284,15 +284,21 @@ class ReadEmbeddingsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
+    SPACE_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
+    space: _builtins.str
+    """The running system, user and PID namespace of a reader that copies from memory of other processes there. Empty: the
+    embeddings have to be sent.
+    """
     def __init__(
         self,
         *,
         ticket: _builtins.bytes = ...,
+        space: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["space", b"space", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,20 +309,54 @@ class ReadEmbeddingsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTENT_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     content: _builtins.bytes
     """The next bytes of the embeddings, which lie one after the other, in the type of the activations, little-endian."""
+    @_builtins.property
+    def memory(self) -> Global___SealedPlace:
+        """In place of content, in the only response: the memory where the embeddings lie, if the reader's space is this process's."""
+
     def __init__(
         self,
         *,
         content: _builtins.bytes = ...,
+        memory: Global___SealedPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "memory", b"memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadEmbeddingsResponse: _TypeAlias = ReadEmbeddingsResponse  # noqa: Y015
+
+@_typing.final
+class SealedPlace(_message.Message):
+    """Memory that processes of the same space open as /proc/{process}/fd/{descriptor}, until the Encode call has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    """16 random bytes, which are a part of the file's name: a descriptor may be another file later."""
+    process: _builtins.int
+    descriptor: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+        process: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "name", b"name", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedPlace: _TypeAlias = SealedPlace  # noqa: Y015
 
 @_typing.final
 class FetchEmbeddingsRequest(_message.Message):

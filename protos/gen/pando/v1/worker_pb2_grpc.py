@@ -272,7 +272,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadEmbeddings(self, request, context):
-        """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket.
+        """Returns the embeddings of an open Encode call, or where processes of the same host find them. PERMISSION_DENIED: there is
+        none with this ticket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

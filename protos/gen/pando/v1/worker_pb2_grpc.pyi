@@ -89,7 +89,9 @@ class WorkerStub:
     read; they are kept until the caller ends the call. INVALID_ARGUMENT: it is no image of the model.
     """
     ReadEmbeddings: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadEmbeddingsRequest, _worker_pb2.ReadEmbeddingsResponse]
-    """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket."""
+    """Returns the embeddings of an open Encode call, or where processes of the same host find them. PERMISSION_DENIED: there is
+    none with this ticket.
+    """
     FetchEmbeddings: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FetchEmbeddingsRequest, _worker_pb2.FetchEmbeddingsResponse]
     """Reads embeddings from a worker that encodes, while plans run, and keeps them as an output of the vision encoder: plans
     that follow the response use and drop it as one that this rank has encoded. UNAVAILABLE: they could not be read, and
@@ -163,7 +165,9 @@ class WorkerAsyncStub(WorkerStub):
     read; they are kept until the caller ends the call. INVALID_ARGUMENT: it is no image of the model.
     """
     ReadEmbeddings: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadEmbeddingsRequest, _worker_pb2.ReadEmbeddingsResponse]  # type: ignore[assignment]
-    """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket."""
+    """Returns the embeddings of an open Encode call, or where processes of the same host find them. PERMISSION_DENIED: there is
+    none with this ticket.
+    """
     FetchEmbeddings: _aio.UnaryUnaryMultiCallable[_worker_pb2.FetchEmbeddingsRequest, _worker_pb2.FetchEmbeddingsResponse]  # type: ignore[assignment]
     """Reads embeddings from a worker that encodes, while plans run, and keeps them as an output of the vision encoder: plans
     that follow the response use and drop it as one that this rank has encoded. UNAVAILABLE: they could not be read, and
@@ -336,7 +340,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReadEmbeddingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadEmbeddingsResponse], _abc.AsyncIterator[_worker_pb2.ReadEmbeddingsResponse]]:
-        """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket."""
+        """Returns the embeddings of an open Encode call, or where processes of the same host find them. PERMISSION_DENIED: there is
+        none with this ticket.
+        """
 
     @_abc_1.abstractmethod
     def FetchEmbeddings(

@@ -162,8 +162,8 @@ class ImageStore(Protocol):
             InvalidPlanError: images do not fit the ids of their row, or the model.
         """
 
-    def keep(self, output: EncoderOutputId, content: bytearray) -> None:
-        """Keep embeddings that another process has encoded as an output; the bytes are taken over.
+    def keep(self, output: EncoderOutputId, content: memoryview) -> None:
+        """Keep embeddings that another process has encoded as an output; the bytes, which are writable, are taken over.
 
         They lie one after the other, in the type of the activations. In the engine's thread, between plans.
         """
@@ -175,7 +175,7 @@ class ImageStore(Protocol):
 class ImageEncoder(Protocol):
     """Encodes images for the ranks of other processes."""
 
-    def encode(self, images: Sequence[RowImage]) -> list[bytes]:
+    def encode(self, images: Sequence[RowImage]) -> list[memoryview]:
         """Return the embeddings of each image, as `ImageStore.keep` takes them. In the engine's thread.
 
         Raises:

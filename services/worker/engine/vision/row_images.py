@@ -131,7 +131,7 @@ class RowImages:
         rows = (self._rows.get(row) for row in forward.chunks.rows.tolist())
         return any(image.blocks for row in rows if row is not None for image in row.images)
 
-    def keep(self, output: EncoderOutputId, content: bytearray) -> None:
+    def keep(self, output: EncoderOutputId, content: memoryview) -> None:
         """Keep embeddings that another process has encoded; see `ImageStore.keep`."""
         embeddings = torch.frombuffer(content, dtype=self._model.activation_dtype).view(-1, self._config.components)
         self._outputs[output] = upload(embeddings, self._model.device)

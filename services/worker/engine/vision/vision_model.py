@@ -44,11 +44,12 @@ class VisionModel:
         return self
 
     @torch.inference_mode()
-    def encode(self, images: Sequence[RowImage]) -> list[bytes]:
+    def encode(self, images: Sequence[RowImage]) -> list[memoryview]:
         """Return the embeddings of each image; see `ImageEncoder.encode`."""
         assert self._encoder is not None, "a model that sleeps encodes nothing"
         sources = [self._source(self._encoder, image) for image in images]
-        return [each.contiguous().view(torch.uint8).cpu().numpy().tobytes() for each in self._encoder.encode(sources)]
+        encoded = self._encoder.encode(sources)
+        return [each.contiguous().view(torch.uint8).cpu().numpy().data.cast("B") for each in encoded]
 
     def make_runner(self) -> NoPlans:
         return NoPlans()

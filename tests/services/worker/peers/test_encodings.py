@@ -15,6 +15,7 @@ from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.peers.encodings import MOST_AT_ONCE, EncodingQueue
 from services.worker.peers.leases import MESSAGE_BYTES
 from services.worker.peers.reading import PeerReader
+from services.worker.wire import embeddings_to_wire
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Encoder:
 
 async def hold(encodings: EncodingQueue, number: int, ends: asyncio.Event) -> bytes:
     async with encodings.hold(TICKETS[number], image(number)):
-        content = b"".join(encodings.read(TICKETS[number]))
+        content = b"".join(each for each in encodings.read(TICKETS[number]) if isinstance(each, bytes))
         await ends.wait()
         return content
 
@@ -96,7 +97,7 @@ async def test_a_batch_that_fails_ends_its_calls_and_no_others() -> None:
 
 
 class Server(worker_pb2_grpc.WorkerServicer):
-    """The part of a worker that serves embeddings of one ticket; `hangs` after the first part."""
+    """The part of an older worker that serves embeddings of one ticket; `hangs` after the first part."""
 
     hangs = False
 
@@ -110,7 +111,7 @@ class Server(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ReadEmbeddingsRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.ReadEmbeddingsResponse]:
         for content in self.encodings.read(request.ticket):
-            yield worker_pb2.ReadEmbeddingsResponse(content=content)
+            yield embeddings_to_wire(content)
             if self.hangs:
                 await asyncio.Event().wait()
 

@@ -151,7 +151,7 @@ def test_embeddings_of_another_process_answer_as_transformers_does(directory: Pa
     (content,) = awake.encode(asked.images)
     assert len(content) == capacity.embedding_bytes * asked.images[0].length
     assert session.engine.images is not None
-    session.engine.images.keep(output, bytearray(content))
+    session.engine.images.keep(output, memoryview(bytearray(content)))
     bare = replace(asked, images=(replace(asked.images[0], output=output, pixels=None),))
     check(directory, [asked], session.answer([bare], borders=(11,)))
 

@@ -61,5 +61,5 @@ def test_embeddings_of_other_workers_are_kept_without_waiting(tmp_path: Path) ->
     config = runner.vision.config
     images, content = RowImages(runner, config), torch.rand(6, config.components)
     with no_waiting():
-        images.keep(EncoderOutputId(1), bytearray(content.numpy().tobytes()))
+        images.keep(EncoderOutputId(1), memoryview(bytearray(content.numpy().tobytes())))
     assert images.kept_embeddings == 6
