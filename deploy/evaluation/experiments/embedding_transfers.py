@@ -3,9 +3,12 @@
 Another process holds embeddings of the sizes asked, as bfloat16. This one requests them with the calls that workers
 use, and has them on its device afterwards, in ways that take turns:
 
-- gRPC, over TCP without TLS and over a Unix socket: the embeddings are in the answer, as bytes. Workers do this.
-- shared memory: the answer has the name of a segment, which is mapped and copied from; `found` leaves out the call.
-- device to device, on GPUs: the answer has a handle of the other process's memory, which is opened and copied from.
+- shared memory: the answer, over a Unix socket, names the memory, which is copied from. Workers of one host do this.
+- gRPC, over TCP without TLS and over a Unix socket: the embeddings are in the answer, as bytes. Other workers do this.
+- device to device, on GPUs: the answer has a handle of the other process's memory, which is opened and copied from;
+  `found` leaves out the call.
+
+`kept` is the time before: that of the other process for copying what it has encoded to where it can be read.
 
     python -m deploy.evaluation.experiments.embedding_transfers
     python -m deploy.evaluation.experiments.embedding_transfers --device cuda
@@ -24,7 +27,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,9 +43,11 @@ from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.engine.uploads import upload
 from services.worker.peers.encodings import EncodingQueue
 from services.worker.peers.reading import PeerReader
+from services.worker.peers.sealed_memory import SealedMemory
+from services.worker.wire import embeddings_to_wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from multiprocessing.connection import Connection
 
     import grpc
@@ -54,7 +58,7 @@ TRUSTED = Security(plaintext=True)
 
 @dataclass(frozen=True, slots=True)
 class TransferWay:
-    """A way for embeddings of one size; `ticket` is that of the call, which returns `answer_bytes`."""
+    """A way for embeddings of one size; `ticket` is that of the call, which results in `answer_bytes`."""
 
     name: str
     ticket: bytes
@@ -81,7 +85,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     context = torch_multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     holder = context.Process(
-        target=hold, args=(theirs, arguments.counts, arguments.width, arguments.device, folder), daemon=True
+        target=hold,
+        args=(theirs, arguments.counts, arguments.width, arguments.repeats, arguments.device, folder),
+        daemon=True,
     )
     holder.start()
     device = torch.device(arguments.device)
@@ -91,9 +97,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     try:
         if not await asyncio.to_thread(ours.poll, START_S):
             raise TimeoutError("the process with the embeddings did not start")
-        ways: dict[int, list[TransferWay]] = ours.recv()
+        ways: dict[int, list[TransferWay]]
+        kept: dict[int, dict[str, list[float]]]
+        ways, kept = ours.recv()
         for count, of_count in ways.items():
-            taken: dict[str, list[float]] = {}
+            taken = kept[count]
             for repeat in range(arguments.repeats + 1):
                 for way in of_count:
                     for part, seconds in (await transfer(reader, way, (count, arguments.width), device)).items():
@@ -115,50 +123,48 @@ async def transfer(
     started = time.perf_counter()
     content = await reader.read_embeddings(way.address, way.ticket, way.answer_bytes)
     answered = time.perf_counter()
-    if way.name.startswith("gRPC"):
-        # As `RowImages.keep` does.
-        embeddings = upload(torch.frombuffer(content, dtype=torch.bfloat16).view(shape), device)
-    elif way.name == "shared memory":
-        segment = SharedMemory(content.decode())
-        mapped = torch.frombuffer(segment.buf, dtype=torch.bfloat16, count=shape[0] * shape[1]).view(shape)
-        embeddings = upload(mapped, device) if device.type == "cuda" else mapped.clone()
-        del mapped
-        segment.close()
-    else:
+    is_direct = way.name == "device to device"
+    if is_direct:
         # Opens the memory of the other process; only programs of the same user and version can be trusted with this.
         embeddings = pickle.loads(content).clone()
+    else:
+        # As `RowImages.keep` does.
+        embeddings = upload(torch.frombuffer(content, dtype=torch.bfloat16).view(shape), device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     ended = time.perf_counter()
     assert bool(embeddings[0, 0] == 1)
     assert bool(embeddings[-1, -1] == shape[0] % 127), "these are the embeddings of this size"
     found = {way.name: ended - started}
-    if not way.name.startswith("gRPC"):
+    if is_direct:
         found[f"{way.name}, found"] = ended - answered
     return found
 
 
 class HoldingService(worker_pb2_grpc.WorkerServicer):
-    """The part of a worker from which others read embeddings."""
+    """The part of a worker from which others read embeddings; with `sends`, as one of another host."""
 
-    def __init__(self, encodings: EncodingQueue) -> None:
+    def __init__(self, encodings: EncodingQueue, *, sends: bool) -> None:
         self._encodings = encodings
+        self._sends = sends
 
     async def ReadEmbeddings(  # noqa: N802
         self, request: worker_pb2.ReadEmbeddingsRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.ReadEmbeddingsResponse]:
         """Send what a ticket has, as `WorkerService` does."""
-        for content in self._encodings.read(request.ticket):
-            yield worker_pb2.ReadEmbeddingsResponse(content=content)
+        for part in self._encodings.read(request.ticket, "" if self._sends else request.space):
+            yield embeddings_to_wire(part)
 
 
-def hold(pipe: Connection, counts: Sequence[int], width: int, device: str, folder: Path) -> None:
-    """Hold embeddings of each size, send the ways to them, and end when told."""
+def hold(pipe: Connection, counts: Sequence[int], width: int, repeats: int, device: str, folder: Path) -> None:
+    """Hold embeddings of each size, send the ways to them and the times of keeping them, and end when told."""
     _log_failures_only()
-    asyncio.run(_hold(pipe, counts, width, torch.device(device), folder))
+    asyncio.run(_hold(pipe, counts, width, repeats, torch.device(device), folder))
 
 
-async def _hold(pipe: Connection, counts: Sequence[int], width: int, device: torch.device, folder: Path) -> None:
+async def _hold(
+    pipe: Connection, counts: Sequence[int], width: int, repeats: int, device: torch.device, folder: Path
+) -> None:
     answers: list[bytes] = []
 
     async def encode(images: Sequence[RowImage]) -> list[bytes]:
@@ -166,17 +172,19 @@ async def _hold(pipe: Connection, counts: Sequence[int], width: int, device: tor
 
     encodings = EncodingQueue(encode)
     ways: dict[int, list[TransferWay]] = {}
+    kept: dict[int, dict[str, list[float]]] = {}
     on_device: list[torch.Tensor] = []
     async with contextlib.AsyncExitStack() as stack:
-        tcp = f"127.0.0.1:{(await _served(stack, '127.0.0.1:0', encodings)).port}"
-        unix = (await _served(stack, f"unix:{folder}/socket", encodings)).address
+        tcp = f"127.0.0.1:{(await _served(stack, '127.0.0.1:0', encodings, sends=True)).port}"
+        unix = (await _served(stack, f"unix:{folder}/socket", encodings, sends=True)).address
+        shared = (await _served(stack, f"unix:{folder}/shared", encodings, sends=False)).address
         for count in counts:
             embeddings = torch.zeros(count, width, dtype=torch.bfloat16)
             embeddings[0, 0], embeddings[-1, -1] = 1, count % 127
             content = embeddings.view(torch.uint8).numpy().tobytes()
-            segment = stack.enter_context(_segment(content))
+            kept[count] = _times_of_keeping(memoryview(content), repeats)
             offers = [("gRPC over TCP", tcp, content), ("gRPC over a Unix socket", unix, content)]
-            offers.append(("shared memory", tcp, segment.name.encode()))
+            offers.append(("shared memory", shared, content))
             if device.type == "cuda":
                 on_device.append(embeddings.to(device))
                 offers.append(("device to device", tcp, bytes(ForkingPickler.dumps(on_device[-1]))))
@@ -186,7 +194,7 @@ async def _hold(pipe: Connection, counts: Sequence[int], width: int, device: tor
                 ticket = len(answers).to_bytes(16, "big")
                 await stack.enter_async_context(encodings.hold(ticket, RowImage(b"", 0, len(answers) - 1, (1, 1))))
                 ways[count].append(TransferWay(name, ticket, address, len(answer)))
-        pipe.send(ways)
+        pipe.send((ways, kept))
         await asyncio.to_thread(pipe.recv)
 
 
@@ -194,24 +202,30 @@ def _log_failures_only() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
 
 
-async def _served(stack: contextlib.AsyncExitStack, address: str, encodings: EncodingQueue) -> RpcServer:
+def _times_of_keeping(content: memoryview, repeats: int) -> dict[str, list[float]]:
+    """Return milliseconds for copying embeddings to where they can be read, without and with shared memory."""
+    taken: dict[str, list[float]] = {"gRPC, kept": [], "shared memory, kept": []}
+    for _ in range(repeats):
+        started = time.perf_counter()
+        sent = bytes(content)
+        between = time.perf_counter()
+        memory = SealedMemory(content)
+        ended = time.perf_counter()
+        memory.close()
+        del sent
+        taken["gRPC, kept"].append((between - started) * 1e3)
+        taken["shared memory, kept"].append((ended - between) * 1e3)
+    return taken
+
+
+async def _served(
+    stack: contextlib.AsyncExitStack, address: str, encodings: EncodingQueue, *, sends: bool
+) -> RpcServer:
     server = RpcServer("pando.v1.Worker", address, TRUSTED)
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, HoldingService(encodings))  # type: ignore[abstract]  # the rest is not called
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, HoldingService(encodings, sends=sends))  # type: ignore[abstract]  # the rest is not called
     await server.start()
     stack.push_async_callback(server.stop, 0)
     return server
-
-
-@contextlib.contextmanager
-def _segment(content: bytes) -> Iterator[SharedMemory]:
-    segment = SharedMemory(create=True, size=len(content))
-    assert segment.buf is not None, "it is open"
-    segment.buf[: len(content)] = content
-    try:
-        yield segment
-    finally:
-        segment.close()
-        segment.unlink()
 
 
 if __name__ == "__main__":
