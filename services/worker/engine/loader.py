@@ -327,6 +327,9 @@ class DecoderLoader:
         kernels, ranks = self._backend.kernels, self._spec.tensor_ranks
         weights = self._weights or self._read(self._checkpoint)
         adapters, self._weights = self._adapters, None
+        if self._backend.name == "gpu":
+            self._report(0.98, "preparing products, which takes longest the first time")
+        self._backend.prepare(self._spec.max_step_tokens)
         vocabulary = tuple(self._shard_of(rank).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
         # Several ranks add up what their parts of a layer contribute: no one call.

@@ -3,8 +3,9 @@
 `python -m deploy.evaluation.experiments.peers.fp8_block_kernels deploy/evaluation/shapes/llama-3.1-8b`
 
 On a Hopper GPU. FlashInfer's is its `fp8_blockscale_gemm_sm90`, DeepGEMM's kernels as TensorRT-LLM has them, which are
-compiled at the first call of each shape; this takes nvcc and ninja. cuBLAS's is `torch._scaled_mm`, with the engine's
-program that quantises inputs; the engine itself calls it for more than 64 rows. All are given inputs in bfloat16 and
+compiled at the first call of each shape; this takes nvcc and ninja. The engine calls these kernels, too, where they are
+installed; `pando` are its other programs. cuBLAS's is `torch._scaled_mm`, with the engine's program that quantises
+inputs; without FlashInfer the engine itself calls it for more than 64 rows. All are given inputs in bfloat16 and
 quantise them, 128 at a time, within what is timed. They run in this process, replayed as CUDA graphs, on the same
 weights, which no cache holds, after a comparison with a float32 product of inputs that are not quantised.
 """
@@ -53,9 +54,9 @@ def engine_product(matrix: Fp8BlockMatrix) -> Multiply:
 def library_product(matrix: Fp8BlockMatrix) -> Multiply:
     """Return cuBLAS's product, for any number of rows."""
     # Only here: Triton is needed.
-    from services.worker.engine.kernels.gpu.quantised_linear import library_scales, quantise_groups
+    from services.worker.engine.kernels.gpu.quantised_linear import block_scales, library_scales, quantise_groups
 
-    weight_scales = library_scales(matrix)
+    weight_scales = library_scales(matrix, block_scales(matrix))
     assert weight_scales is not None, "the matrix is of whole blocks"
     transposed = weight_scales.t()
 

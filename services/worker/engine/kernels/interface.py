@@ -263,6 +263,13 @@ class KernelBackend(Protocol):
     name: str
     kernels: Kernels
 
+    def prepare(self, most_tokens: int) -> None:
+        """Prepare products of up to `most_tokens` tokens with all weights that were laid out, before any pass.
+
+        Products of more tokens may be slower.
+        """
+        ...
+
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the attention for one model shape; `rotary` is `rotary_table`'s."""
         ...

@@ -16,6 +16,7 @@ from common.steps import EngineSpec, SleepLevel, SleepPart
 from common.transfers import TransferDirection
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.encoder.runner import EncoderRunner
+from services.worker.engine.kernels.torch.backend import TorchBackend
 from services.worker.engine.sleeping import ParkedTensors, tensors_of
 from tests.services.worker.engine.adapters.peft_adapters import EVERYTHING
 from tests.services.worker.engine.adapters.test_products import logits_of, save_four
@@ -72,6 +73,20 @@ def test_a_model_computes_the_same_bits_after_it_has_slept(
     nap(runner, level)
     assert torch.equal(logits_after(runner), before)
     assert runner.capacity == capacity
+
+
+def test_products_are_prepared_for_a_steps_tokens_whenever_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(TorchBackend, "prepare", lambda _backend, most_tokens: prepared.append(most_tokens))
+    save_tiny_llama(tmp_path)
+    runner = load(tmp_path, backend="torch", max_step_tokens=48)
+    assert prepared == [48]
+    nap(runner, SleepLevel.HOST)
+    assert prepared == [48]
+    nap(runner, SleepLevel.DROPPED)
+    assert prepared == [48, 48]
 
 
 @pytest.mark.parametrize("level", LEVELS)

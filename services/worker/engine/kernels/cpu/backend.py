@@ -53,6 +53,9 @@ class CpuBackend:
         has_tiles = self._library.attends_by_tiles and self._dtype == torch.bfloat16
         return torch.bfloat16 if has_tiles and all(map(self.can_attend, shapes)) else self.kernels.activation_dtype
 
+    def prepare(self, most_tokens: int) -> None:
+        """Do nothing: products are complete when weights are laid out."""
+
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return compiled attention where the shape allows, else the reference."""
         if self.can_attend(shape):

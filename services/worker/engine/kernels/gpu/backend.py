@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
+from services.worker.engine.kernels.gpu.flashinfer_products import FlashInferProducts
 from services.worker.engine.kernels.gpu.kernels import GpuKernels
 from services.worker.engine.kernels.gpu.latent_attention import GpuLatentAttention
 from services.worker.engine.kernels.gpu.ordered_attention import OrderedAttention
@@ -22,10 +23,11 @@ log = logging.getLogger(__name__)
 
 # Head sizes for which FlashInfer compiles its kernels.
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_HOPPER = (9, 0)
 
 
 class GpuBackend:
-    """Triton programs, torch's matrix products, FlashInfer for chunks."""
+    """Triton programs, torch's matrix products, FlashInfer for chunks and products with FP8 in blocks."""
 
     name = "gpu"
 
@@ -36,11 +38,21 @@ class GpuBackend:
 
         If it `is_deterministic`, only programs whose sums have one order are used; see `engine/determinism.py`.
         """
-        self.kernels: Kernels = OrderedKernels(dtype, device) if is_deterministic else GpuKernels(dtype, device)
+        self._products: FlashInferProducts | None = None
+        if not is_deterministic and has_flashinfer_products(dtype, device):
+            self._products = FlashInferProducts(device)
+        self.kernels: Kernels = (
+            OrderedKernels(dtype, device) if is_deterministic else GpuKernels(dtype, device, self._products)
+        )
         self._is_deterministic = is_deterministic
         self._dtype = dtype
         self._device = device
         self._max_rows = max_rows
+
+    def prepare(self, most_tokens: int) -> None:
+        """Have FlashInfer's products compiled."""
+        if self._products is not None:
+            self._products.prepare(most_tokens)
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the attention for one model shape."""
@@ -96,3 +108,9 @@ class GpuBackend:
         from services.worker.engine.kernels.gpu.flashinfer_latent import FlashInferLatent
 
         return FlashInferLatent(shape, self._device)
+
+
+def has_flashinfer_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether FlashInfer is installed, and has products with FP8 in blocks for such a GPU and inputs of `dtype`."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
+    return is_hopper and dtype == torch.bfloat16 and importlib.util.find_spec("flashinfer") is not None

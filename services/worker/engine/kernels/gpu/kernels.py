@@ -20,8 +20,12 @@ from services.worker.engine.quantization.matrices import above
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from services.worker.engine.kernels.gpu.flashinfer_products import FlashInferProducts
+    from services.worker.engine.kernels.gpu.quantised_linear import Product
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
     from services.worker.engine.model.config import Activation
+    from services.worker.engine.quantization.fp8 import Fp8BlockMatrix
+    from services.worker.engine.quantization.int8 import Int8Matrix
     from services.worker.engine.quantization.matrices import Matrix
 
 
@@ -75,10 +79,11 @@ class GpuGatedLinear:
 class GpuKernels:
     """Layer operations on one GPU."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compute in `dtype` (bfloat16 or float16) on `device`."""
+    def __init__(self, dtype: torch.dtype, device: torch.device, flashinfer: FlashInferProducts | None = None) -> None:
+        """Compute in `dtype` (bfloat16 or float16) on `device`, with FlashInfer's products where they serve."""
         self.activation_dtype = dtype
         self._device = device
+        self._flashinfer = flashinfer
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         converted_bias = None if bias is None else self._converted(bias)
@@ -88,7 +93,7 @@ class GpuKernels:
             case torch.Tensor() as matrix:
                 return GpuLinear(matrix, converted_bias)
             case matrix:
-                return GpuQuantisedLinear(product_of(matrix, self.activation_dtype), converted_bias)
+                return GpuQuantisedLinear(self._product_of(matrix), converted_bias)
 
     def wide_linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return wide_product(weight.to(self._device))
@@ -108,9 +113,7 @@ class GpuKernels:
             case torch.Tensor() as both:
                 return GpuGatedLinear(both, bias, activation)
             case both:
-                return GpuQuantisedGatedLinear(
-                    GpuQuantisedLinear(product_of(both, self.activation_dtype), bias), activation
-                )
+                return GpuQuantisedGatedLinear(GpuQuantisedLinear(self._product_of(both), bias), activation)
 
     def experts(
         self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, *, are_all: bool = True
@@ -128,6 +131,9 @@ class GpuKernels:
         if not (sums.is_contiguous() and added.is_contiguous()):
             return elementwise.rms_norm(sums.add_(added), weight, epsilon)
         return elementwise.add_rms_norm(sums, added, weight, epsilon)
+
+    def _product_of(self, matrix: Fp8BlockMatrix | Int8Matrix | GroupedMatrix) -> Product:
+        return product_of(matrix, self.activation_dtype, self._flashinfer)
 
     def _moved(self, matrix: Matrix) -> Matrix:
         if isinstance(matrix, torch.Tensor):

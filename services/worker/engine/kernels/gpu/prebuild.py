@@ -121,10 +121,15 @@ def latent_spec(backend: str, dtype: torch.dtype) -> JitSpec:
 
 def has_compiler() -> bool:
     """Whether nvcc is where FlashInfer looks for it."""
+    return find_compiler() is not None
+
+
+def find_compiler() -> Path | None:
+    """Return the path of nvcc, where FlashInfer looks for it; None: it is not there."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is None and shutil.which("nvcc"):
-        return True
-    return (Path(home or "/usr/local/cuda") / "bin" / "nvcc").exists()
+    found = shutil.which("nvcc") if home is None else None
+    compiler = Path(found) if found else Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+    return compiler if compiler.exists() else None
 
 
 def compile_attention(specs: Sequence[JitSpec]) -> None:

@@ -23,6 +23,7 @@ from services.worker.engine.quantization.grouped import GroupedMatrix
 from services.worker.engine.quantization.int8 import Int8Matrix
 
 if TYPE_CHECKING:
+    from services.worker.engine.kernels.gpu.flashinfer_products import FlashInferProducts
     from services.worker.engine.model.config import Activation
 
 # cuBLAS multiplies FP8 in blocks of more tokens than these, by multiples of so many.
@@ -137,16 +138,33 @@ def quantise_groups(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class BlockProduct:
     """Products with FP8 in blocks."""
 
-    def __init__(self, matrix: Fp8BlockMatrix) -> None:
-        """Keep a matrix that is on the device."""
+    def __init__(self, matrix: Fp8BlockMatrix, flashinfer: FlashInferProducts | None = None) -> None:
+        """Keep a matrix that is on the device, and multiply by FlashInfer's kernels, if given, where they serve it."""
         self.outputs = matrix.shape[0]
         self._values = matrix.values
         self._scales = matrix.scales.t().contiguous()  # [blocks, out], as programs read them
-        self._library_scales = library_scales(matrix)
+        # None: the matrix has parts of blocks.
+        self._block_scales = block_scales(matrix)
+        self._library_scales = library_scales(matrix, self._block_scales)
+        self._flashinfer = flashinfer
+        if flashinfer is not None and self._block_scales is not None:
+            flashinfer.add(self._values.shape)
 
     def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
         """Write the product [tokens, out] to `outputs`, or add it."""
-        tokens = inputs.shape[0]
+        tokens, is_plain = inputs.shape[0], bias is None and not adds
+        if (
+            self._flashinfer is not None
+            and self._block_scales is not None
+            and self._flashinfer.serves(self._values.shape, tokens, is_plain=is_plain)
+        ):
+            product = torch.empty_like(outputs) if adds else outputs
+            self._flashinfer.multiply(in_blocks(inputs), self._values, self._block_scales, product)
+            if bias is not None:
+                product += bias
+            if adds:
+                outputs += product
+            return
         if tokens > _MOST_TOKENS and self._library_scales is not None:
             self._write_by_library(inputs, self._library_scales, bias, outputs, adds=adds)
             return
@@ -181,14 +199,19 @@ class BlockProduct:
             outputs.copy_(product)
 
 
-def library_scales(matrix: Fp8BlockMatrix) -> torch.Tensor | None:
-    """Return scales [blocks of outputs, blocks of inputs] as cuBLAS multiplies by them; None: it does not.
+def library_scales(matrix: Fp8BlockMatrix, scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `scales`, see `block_scales`, if cuBLAS multiplies by them; None: it does not.
 
-    It does on Hopper, by whole blocks of 128 x 128, of which there are multiples of four in a row.
+    It does on Hopper, by whole blocks, of which there are multiples of four in a row.
     """
-    outputs, blocks = matrix.scales.shape
     is_hopper = matrix.values.is_cuda and torch.cuda.get_device_capability(matrix.values.device) == (9, 0)
-    if not is_hopper or outputs % FP8_BLOCK or blocks % 4:
+    return scales if is_hopper and matrix.scales.shape[1] % 4 == 0 else None
+
+
+def block_scales(matrix: Fp8BlockMatrix) -> torch.Tensor | None:
+    """Return scales [out / 128, in / 128] of whole blocks of 128 x 128; None: the matrix has parts of blocks."""
+    outputs, blocks = matrix.scales.shape
+    if outputs % FP8_BLOCK:
         return None
     of_blocks = matrix.scales.view(-1, FP8_BLOCK, blocks)
     # Matrices that were cut within blocks are stacked: a block of the whole has scales of several.
@@ -263,11 +286,13 @@ class GpuQuantisedGatedLinear:
         return self._both(inputs)
 
 
-def product_of(matrix: Fp8BlockMatrix | Int8Matrix | GroupedMatrix, dtype: torch.dtype) -> Product:
-    """Return the product of inputs of `dtype` with a matrix that is on the device."""
+def product_of(
+    matrix: Fp8BlockMatrix | Int8Matrix | GroupedMatrix, dtype: torch.dtype, flashinfer: FlashInferProducts | None
+) -> Product:
+    """Return the product of inputs of `dtype` with a matrix that is on the device; FlashInfer's, if given, may help."""
     match matrix:
         case Fp8BlockMatrix():
-            return BlockProduct(matrix)
+            return BlockProduct(matrix, flashinfer)
         case Int8Matrix():
             return Int8Product(matrix)
         case GroupedMatrix():

@@ -22,6 +22,9 @@ class TorchBackend:
         """Compute in `dtype` on `device`."""
         self.kernels: Kernels = TorchKernels(dtype, device)
 
+    def prepare(self, most_tokens: int) -> None:
+        """Do nothing: products are complete when weights are laid out."""
+
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the reference attention."""
         return TorchAttention(shape, rotary)
