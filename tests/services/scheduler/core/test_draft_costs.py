@@ -55,7 +55,7 @@ class Guesses:
 
 def seconds_of(device: Device, rows: int, guesses: Guesses | None) -> float:
     """Return the simulated seconds of one token of `rows` rows that decode together."""
-    length = 600 if rows <= 8 else 150
+    length = 300 if rows <= 8 else 150
     harness = Harness(
         pages=rows * 200, max_rows=MAX_ROWS, max_waiting=1000, max_step_tokens=1024, max_context=1024, compute_us=0,
         draft_tokens=0 if guesses is None else 8, prefill_tokens_per_s=1 / device.each_s,
@@ -90,22 +90,25 @@ def seconds_of(device: Device, rows: int, guesses: Guesses | None) -> float:
 FAST, SLOW = Device(0.0065, 4e-5, 0.002, 0.001), Device(0.02, 0.002, 0.0, 0.0005)
 
 
-@pytest.mark.parametrize("device", [FAST, SLOW, replace(FAST, added_s=0.01), replace(FAST, idle_s=0.02)])
+DEVICES = [FAST, SLOW, replace(FAST, added_s=0.01), replace(FAST, idle_s=0.02)]
+
+
+@pytest.mark.parametrize(("device", "rows", "acceptance"), [(FAST, 8, 0.0), (FAST, 64, 0.6), (SLOW, 1, 0.3)])
+def test_wrong_guesses_cost_little(device: Device, rows: int, acceptance: float) -> None:
+    assert seconds_of(device, rows, Guesses(acceptance)) < 1.05 * seconds_of(device, rows, None)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_wrong_guesses_cost_little(device: Device, rows: int) -> None:
-    assert seconds_of(device, rows, Guesses(0.0)) < 1.05 * seconds_of(device, rows, None)
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_share_of_right_guesses_costs_more_than_trials(device: Device, rows: int, acceptance: float) -> None:
+    assert seconds_of(device, rows, Guesses(acceptance)) < 1.05 * seconds_of(device, rows, None)
 
 
 @pytest.mark.parametrize(("device", "rows"), [(FAST, 1), (FAST, 8), (FAST, 64), (SLOW, 1)])
 def test_right_guesses_pay(device: Device, rows: int) -> None:
     assert seconds_of(device, rows, Guesses(0.95)) < 0.85 * seconds_of(device, rows, None)
-
-
-@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize("device", [FAST, SLOW, replace(FAST, idle_s=0.02)])
-def test_no_share_of_right_guesses_costs_more_than_trials(device: Device, rows: int, acceptance: float) -> None:
-    assert seconds_of(device, rows, Guesses(acceptance)) < 1.05 * seconds_of(device, rows, None)
 
 
 def test_the_time_of_passes_is_learnt_by_rows() -> None:
