@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from common.steps import EngineSpec
+from common.types import PackedPixels
 from deploy.evaluation.bench.partial_results import PartialResults, report
 from deploy.evaluation.experiments.decode_steps import idle_share, spans_of
 from services.worker.engine.backends import RunnerOptions
@@ -61,13 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pictures(encoder: Qwen25Encoder, count: int, arguments: argparse.Namespace) -> list[EncoderImage]:
-    """Return random pictures."""
+    """Return random pictures, in 8 bits as tokenizers send them."""
     config = encoder.config
-    numbers = config.channels * config.frames * config.patch_size**2
+    patches, pixels = arguments.rows * arguments.columns, config.patch_size**2
     random = np.random.default_rng(0)
-    patches = arguments.rows * arguments.columns
+    table = np.tile(np.linspace(-2, 2, 256, dtype=np.float32), (config.channels, 1))
+    shape = (patches, config.channels * config.frames * pixels)
     return [
-        EncoderImage(random.normal(size=(patches, numbers)).astype(np.float32), (1, arguments.rows, arguments.columns))
+        EncoderImage(
+            PackedPixels(
+                random.integers(0, 256, (patches, config.channels, pixels), np.uint8), table, config.frames, shape
+            ),
+            (1, arguments.rows, arguments.columns),
+        )
         for _ in range(count)
     ]
 
