@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 PAGE = 16
 NEW_TOKENS = 8
 TOP = 5
+GREEDY = SamplingParams(temperature=0)
+GREEDY_WITH_LOGPROBS = SamplingParams(temperature=0, top_logprobs=TOP)
 
 
 def engine_of(
     directory: Path | str, backend: str = "torch", *, rank: int = 0, world_size: int = 1, rendezvous: str = "",
     device: str = "cpu", dtype: str = "float32",
 ) -> ModelEngine:  # fmt: skip
-    """Return an engine that has loaded a model and its encoder."""
-    options = RunnerOptions(backend=backend, threads=1, device=device)
+    """Return an engine that has loaded a model and its encoder, on a GPU of the number of its rank."""
+    options = RunnerOptions(backend=backend, threads=1, device=device, device_index=rank)
     engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
     spec = EngineSpec(
         str(directory), dtype=dtype, max_rows=4, max_context=320, page_size=PAGE, device_pages=80, vision=True,
@@ -43,11 +45,12 @@ def engine_of(
 
 @dataclass
 class Answer:
-    """Tokens of a row and, of each, the ids of the largest log probabilities and these."""
+    """Tokens of a row and, of each, the ids of the largest log probabilities, these, and those that were asked for."""
 
     tokens: list[int] = field(default_factory=list)
     top_ids: list[tuple[int, ...]] = field(default_factory=list)
     top_logprobs: list[tuple[float, ...]] = field(default_factory=list)
+    asked: list[tuple[float, ...]] = field(default_factory=list)
 
     def check(self, tokens: list[int], logits: torch.Tensor) -> None:
         """Compare with what is expected."""
@@ -63,6 +66,7 @@ class Session:
     """A stream of plans to an engine."""
 
     engine: ModelEngine
+    sampling: SamplingParams = GREEDY_WITH_LOGPROBS
     step: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
 
@@ -77,15 +81,15 @@ class Session:
             for row, logprob in result.logprobs:
                 self.answers[row].top_ids.append(logprob.top_token_ids)
                 self.answers[row].top_logprobs.append(logprob.top_logprobs)
+                self.answers[row].asked.append(logprob.asked)
 
-    def open(self, row: int, prompt: Prompt, *, computed: int = 0, top: int | None = TOP) -> StepPlan:
-        """Return a plan that opens a row, with pages for all of it; `top` log probabilities are reported."""
+    def open(self, row: int, prompt: Prompt, *, computed: int = 0) -> StepPlan:
+        """Return a plan that opens a row, with pages for all of it."""
         self.answers[row] = Answer()
-        sampling = SamplingParams(temperature=0, top_logprobs=top)
         total = len(prompt.ids) + NEW_TOKENS
         opened = open_row(
             row, prompt.ids, range(row * 20, row * 20 + -(-total // PAGE)), total=total, computed=computed,
-            sampling=sampling,
+            sampling=self.sampling,
         )  # fmt: skip
         return StepPlan(StepId(0), opens=(replace(opened, images=prompt.images),))
 

@@ -268,7 +268,8 @@ def save_as(directory: Path, name: str, options: dict[str, Any]) -> Path:
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases and norm weights, which start out as zeros and ones
+            # Biases and norm weights start out as zeros and ones, and Gemma's projection of images as zeros.
+            if parameter.ndim == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     return directory

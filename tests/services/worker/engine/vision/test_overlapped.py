@@ -15,7 +15,7 @@ from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.vision.row_images import RowImages
 from tests.services.worker.engine.scenario import chunk
-from tests.services.worker.engine.vision.driving import PAGE, Session
+from tests.services.worker.engine.vision.driving import GREEDY, PAGE, Session
 from tests.services.worker.engine.vision.models import expected, picture, prompt, save
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
@@ -88,8 +88,8 @@ def test_prompts_with_images_and_passes_after_them(
     # Six squares of patches take three positions.
     rows, columns = (2, 3) if family == "qwen3-vl" else (1, 1)
     asked = prompt([5, 17, 60], picture(family, rows, columns, seed=1), [3, 44, 8])
-    session = Session(overlapped(tmp_path, monkeypatch))  # type: ignore[arg-type]  # all that a session uses
-    opened, cut = session.open(0, asked, top=None), asked.border(len(asked.ids) - 6)
+    session = Session(overlapped(tmp_path, monkeypatch), GREEDY)  # type: ignore[arg-type]  # all that a session uses
+    opened, cut = session.open(0, asked), asked.border(len(asked.ids) - 6)
     session.run(replace(opened, prefills=(chunk(0, 0, cut),)))
     session.run(StepPlan(StepId(0), prefills=(chunk(0, cut, len(asked.ids) - cut),)))
     session.run(StepPlan(StepId(0), steps=TOKENS - 1))
