@@ -38,7 +38,15 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progre
 from common.errors import ConfigurationError
 from common.models.files import ModelFiles, ModelKind
 from common.models.hub_errors import FAILURES, explain, is_unreachable
-from common.models.selection import ADAPTER_CONFIG, CONFIG, Selection, select_adapter, select_files, shards_of
+from common.models.selection import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Selection,
+    is_inside,
+    select_adapter,
+    select_files,
+    shards_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,9 +114,9 @@ def _fetch(
 
 
 def list_files(reference: HubReference) -> dict[str, RepoFile]:
-    """Return the files of a repository by their paths, as the hub lists them."""
+    """Return the files of a repository by their paths, as the hub lists them, without any that lead out of it."""
     entries = _api().list_repo_tree(reference.repository, recursive=True, revision=reference.revision)
-    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile) and is_inside(entry.path)}
 
 
 def _api() -> HfApi:

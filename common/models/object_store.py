@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from common.errors import ConfigurationError
 from common.logs import get_logger
 from common.models.files import ModelFiles, ModelKind
-from common.models.selection import Selection, select_files, shards_of
+from common.models.selection import Selection, is_inside, select_files, shards_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,7 +129,7 @@ def _listing(filesystem: Any, prefix: str) -> dict[str, dict[str, Any]]:
     return {
         name: {**found[path], "path": path}
         for path, name in names.items()
-        if found[path]["type"] == "file" and ".." not in name.split("/")
+        if found[path]["type"] == "file" and is_inside(name)
     }
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from common.errors import ConfigurationError
@@ -111,14 +112,35 @@ def shards_of(index: str, choose: TensorChoice | None = None) -> tuple[str, ...]
     """Return the files that the content of a safetensors index names, or those of them with chosen tensors.
 
     Raises:
-        ConfigurationError: it is damaged.
+        ConfigurationError: as for `read_index`.
+    """
+    files = read_index(index)
+    chosen = files if choose is None else choose(files)
+    return tuple(sorted({files[name] for name in chosen}))
+
+
+def read_index(index: str) -> dict[str, str]:
+    """Return the file of each tensor, as the content of a safetensors index names it.
+
+    Raises:
+        ConfigurationError: it is damaged, or names files outside the model's directory.
     """
     try:
         files = dict(json.loads(index)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{INDEX} is damaged: {error!r}") from error
-    chosen = files if choose is None else choose(files)
-    return tuple(sorted({str(files[name]) for name in chosen}))
+    for tensor, file in files.items():
+        if not isinstance(file, str):
+            raise ConfigurationError(f"{INDEX} is damaged: the file of tensor {tensor!r} is {file!r}, which is no name")
+        if not is_inside(file):
+            raise ConfigurationError(f"{INDEX} names the file {file!r}, which is outside the model's directory")
+    return files
+
+
+def is_inside(name: str) -> bool:
+    """Whether the path of a file, relative to a directory, names something in that directory, whatever is there."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _find_quantization(reference: Reference, wanted: str, models: list[str]) -> str:

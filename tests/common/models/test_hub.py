@@ -357,3 +357,13 @@ def test_a_listed_digest_names_no_path(hub: FakeHub, client: HubClient, reposito
 def test_a_damaged_index_is_called_so(hub: FakeHub, client: HubClient, repository: Path) -> None:
     hub.repositories[NAME].files["model.safetensors.index.json"] = json.dumps({"metadata": {}}).encode()
     assert "model.safetensors.index.json is damaged" in client.resolve(NAME)["error"]
+
+
+def test_an_index_cannot_name_files_outside_the_model(hub: FakeHub, client: HubClient, repository: Path) -> None:
+    index = {"weight_map": {"w": "../../../outside.safetensors"}}
+    hub.repositories[NAME].files["model.safetensors.index.json"] = json.dumps(index).encode()
+    # All other files are there, and the file outside, too: nothing has to be downloaded.
+    client.resolve(NAME, weights=False)
+    (client.cached(NAME).parent / "outside.safetensors").write_bytes(b"another model's")
+    for _ in range(2):
+        assert "'../../../outside.safetensors', which is outside" in client.resolve(NAME)["error"]

@@ -11,7 +11,7 @@ from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from common.models import ModelFiles, ModelKind, resolve_model
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
-from services.worker.engine.checkpoints.safetensors_directory import INDEX, read_json
+from services.worker.engine.checkpoints.safetensors_directory import files_in_index, read_json
 from services.worker.engine.checkpoints.stage_tensors import tensors_of_stage
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _chosen(shapes: Shapes, files: ModelFiles, choose: TensorChoice | None) -> S
     """Leave out the tensors of other stages, which files that are divided elsewhere have, too."""
     if choose is None:
         return shapes
-    chosen = choose(shapes if files.shards is None else read_json(files.path / INDEX)["weight_map"])
+    chosen = choose(shapes if files.shards is None else files_in_index(files.path))
     return {name: shape for name, shape in shapes.items() if name in chosen}
 
 

@@ -6,10 +6,11 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigurationError
 from common.models.rope import with_rope_parameters
+from common.models.selection import read_index
 from services.worker.engine.checkpoints.tensor_names import StoredTensor, stored_tensor
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.families.registry import families_by_name
@@ -136,7 +137,11 @@ class SafetensorsTensors:
             rows = slice(rows.start * part.step, rows.stop * part.step)
         if part is not None and part.is_transposed:
             rows, columns = columns, rows
-        block = self._read(self._file(self._files[name]), stored, rows, columns)
+        try:
+            block = self._read(self._file(self._files[name]), stored, rows, columns)
+        except (SafetensorError, OSError) as error:
+            path = self._directory / self._files[name]
+            raise ConfigurationError(f"{path}: tensor {name!r} cannot be read: {error}") from error
         label = name if stored.expert is None else f"{name}[{stored.expert}]"
         self._digest.add(block_name(label, rows, columns), block)
         if part is None:
@@ -206,9 +211,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def files_in_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor, as the index in `directory` names it.
+
+    Raises:
+        ConfigurationError: the index cannot be read, is damaged, or names files outside the directory.
+    """
+    try:
+        return read_index((directory / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{directory / INDEX}: {error}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{directory}: {error}") from error
+
+
 def _files_by_tensor(directory: Path, choose: TensorChoice | None) -> dict[str, str]:
     if (directory / INDEX).is_file():
-        mapping: dict[str, str] = read_json(directory / INDEX)["weight_map"]
+        mapping = files_in_index(directory)
         needed = {mapping[name] for name in (mapping if choose is None else choose(mapping))}
         missing = [name for name in sorted(needed) if not (directory / name).is_file()]
         if missing:
@@ -216,5 +235,8 @@ def _files_by_tensor(directory: Path, choose: TensorChoice | None) -> dict[str, 
         return mapping
     if not (directory / WHOLE).is_file():
         raise ConfigurationError(f"{directory}: neither {WHOLE} nor {INDEX}; use load_format=dummy for random weights")
-    with safe_open(directory / WHOLE, framework="pt", device="cpu") as file:
-        return dict.fromkeys(file.keys(), WHOLE)
+    try:
+        with safe_open(directory / WHOLE, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), WHOLE)
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{directory / WHOLE} is damaged: {error}") from error

@@ -14,6 +14,7 @@ from tests.services.worker.engine.families import save_family
 if TYPE_CHECKING:
     from pathlib import Path
 
+INDEX = "model.safetensors.index.json"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -90,3 +91,47 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"config\.json"):
         SafetensorsCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "complaint"),
+    [
+        ({"metadata": {}}, "is damaged: KeyError"),
+        ([], "is damaged"),
+        ({"weight_map": [DOWN]}, "is damaged"),
+        ({"weight_map": {DOWN: 5}}, f"the file of tensor '{DOWN}' is 5"),
+        ({"weight_map": {DOWN: "../other/model.safetensors"}}, "'../other/model.safetensors', which is outside"),
+        ({"weight_map": {DOWN: "a/../../model.safetensors"}}, "outside the model's directory"),
+        ({"weight_map": {DOWN: "/etc/model.safetensors"}}, "'/etc/model.safetensors', which is outside"),
+        ({"weight_map": {DOWN: ""}}, "outside the model's directory"),
+    ],
+)
+def test_an_index_that_lies_is_refused(index: object, complaint: str, tmp_path: Path) -> None:
+    save_family(tmp_path / "other", "llama")
+    own = save_family(tmp_path / "own", "llama")
+    (own / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match=complaint) as refused:
+        SafetensorsCheckpoint(own)
+    assert str(own) in str(refused.value)
+
+
+def test_a_tensor_that_its_file_lacks_is_named_with_the_file(tmp_path: Path) -> None:
+    tensors = load_file(save_family(tmp_path, "llama") / "model.safetensors")
+    save_file({DOWN: tensors[DOWN]}, tmp_path / "few.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "few.safetensors")}))
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    assert torch.equal(checkpoint.read(DOWN), tensors[DOWN])
+    for rows in (None, slice(0, 2)):
+        with pytest.raises(ConfigurationError, match=r"few\.safetensors: tensor 'model\.norm\.weight' cannot be read"):
+            checkpoint.read("model.norm.weight", rows)
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_a_file_that_was_cut_off_is_named(is_divided: bool, tmp_path: Path) -> None:
+    whole = save_family(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(whole)
+    whole.write_bytes(whole.read_bytes()[:-100])
+    if is_divided:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, whole.name)}))
+    with pytest.raises(ConfigurationError, match=r"/model\.safetensors"):
+        SafetensorsCheckpoint(tmp_path).read(DOWN)
