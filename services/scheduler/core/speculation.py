@@ -310,12 +310,17 @@ class Speculation:
 
     def _skip(self, guesses: dict[RowSlot, Guess]) -> None:
         """Record guesses that do not pay, once for each pass."""
-        if not guesses or self._skipped_at == self._passes:
-            return
+        if guesses and self._try_fade():
+            for row, guess in guesses.items():
+                self._rates.skipped(row, guess.origin)
+
+    def _try_fade(self) -> bool:
+        """Record that drafts were too expensive, once for each pass; return whether this was the first time."""
+        if self._skipped_at == self._passes:
+            return False
         self._skipped_at = self._passes
         self._costs.fade()
-        for row, guess in guesses.items():
-            self._rates.skipped(row, guess.origin)
+        return True
 
     def _choose(self, live: NDArray[np.int64], room: int) -> dict[RowSlot, Guess]:
         """Return the guesses that are worth their time, with those that are not as empty ones, or nothing at all."""
@@ -325,6 +330,7 @@ class Speculation:
         pass_s, (overhead_s, each_s) = self._costs.plain_s(count), self._costs.added()
         if count * each_s > pass_s + overhead_s:
             # Not even a certain token would pay.
+            self._try_fade()
             return {}
         guesses: dict[RowSlot, Guess] = {}
         for row in map(RowSlot, self._searched(live).tolist()):

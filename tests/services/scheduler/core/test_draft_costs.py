@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,8 +54,11 @@ class Guesses:
         return Guess(np.array(ids[known:], np.int32), Origin.CACHE)
 
 
-def seconds_of(device: Device, rows: int, guesses: Guesses | None) -> float:
-    """Return the simulated seconds of one token of `rows` rows that decode together."""
+def seconds_of(device: Device, rows: int, guesses: Guesses | None, drafted_in: list[int] | None = None) -> float:
+    """Return the simulated seconds of one token of `rows` rows that decode together.
+
+    With `drafted_in`, the second pass with drafts takes a second longer, and it gets the numbers of passes with drafts.
+    """
     length = 300 if rows <= 8 else 150
     harness = Harness(
         pages=rows * 200, max_rows=MAX_ROWS, max_waiting=1000, max_step_tokens=1024, max_context=1024, compute_us=0,
@@ -73,6 +77,9 @@ def seconds_of(device: Device, rows: int, guesses: Guesses | None) -> float:
             break
         plan = next(plan for plan in harness.plans if plan.step_id == harness.results[0].step_id)
         drafted = sum(len(draft.token_ids) for draft in plan.drafts)
+        if plan.drafts and drafted_in is not None:
+            drafted_in.append(len(harness.plans))
+            harness.now += len(drafted_in) == 2
         compute_s = device.plain_s + drafted * device.each_s + (device.added_s if plan.drafts else 0.0)
         harness.now += compute_s + (device.idle_s if plan.drafts else 0.0)
         harness.results[0] = replace(harness.results[0], compute_us=round(compute_s * 1e6))
@@ -142,3 +149,13 @@ def test_one_slow_pass_does_not_end_drafts_for_long() -> None:
     for _ in range(2000):
         costs.fade()
     assert costs.added()[0] < 0.3 * surprised_s
+
+
+def test_drafts_of_a_large_batch_are_made_again_after_a_slow_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So many rows that not even certain tokens pay, until the slow pass is forgotten.
+    monkeypatch.setattr("services.scheduler.core.speculation.UNUSED_DECAY", 0.7)
+    drafted_in: list[int] = []
+    seconds_of(FAST, 32, Guesses(0.95), drafted_in)
+    pause = max(after - before for before, after in pairwise(drafted_in))
+    assert 10 < pause < 80
+    assert len(drafted_in) > 6
