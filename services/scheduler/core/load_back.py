@@ -164,7 +164,9 @@ class LoadBack:
         if match.loading is not None:
             self._await(sequence, match.loading, match.host_tokens)
             return True
-        if not self.costs.pays(match.host_tokens, self.loading_tokens):
+        # What a request had to wait for is used.
+        is_wanted = fetch is not None and storage is not None and storage.config.policy is PrefetchPolicy.WAIT_COMPLETE
+        if not (is_wanted or self.costs.pays(match.host_tokens, self.loading_tokens)):
             self.skipped_tokens += match.host_tokens
             sequence.loads = MAX_LOADS
             return False

@@ -502,6 +502,18 @@ def test_storage_is_read_although_it_is_slower_if_that_is_asked_for(keyring: Pat
     assert server.serve("read") == 44
 
 
+@pytest.mark.parametrize(("policy", "cached"), [(PrefetchPolicy.TIMEOUT, 0), (PrefetchPolicy.WAIT_COMPLETE, 44)])
+def test_what_was_read_is_loaded_although_that_is_slower_if_it_is_asked_for(
+    keyring: Path, policy: PrefetchPolicy, cached: int
+) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    config = StorageConfig(policy, wait_s=60.0, min_pages=2)
+    server = Server(keyring, objects, config, prefill_tokens_per_s=1000.0, load_bytes_per_s=1e-3)
+    assert server.serve("read") == cached
+    assert server.storage.fetched_pages == 11
+
+
 def test_storage_that_has_become_faster_is_noticed_by_reads_that_no_request_waits_for(keyring: Path) -> None:
     server = known_to_be_slow(keyring)
     server.worker.storage_us = 1
