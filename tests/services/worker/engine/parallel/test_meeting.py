@@ -56,7 +56,7 @@ def test_a_rank_that_dies_while_others_are_missing_is_met_once_it_has_been_start
 
 
 def meet_and_die(rank: int, address: str) -> None:
-    """Be welcomed, and connect to nobody."""
+    """Be welcomed, and connect to no other rank."""
     meet(rank, RANKS, address, TIMEOUT)
     os._exit(0)
 
