@@ -20,7 +20,6 @@ from services.tokenizer.images.processor import Detail, RefusedImageError, prepa
 from services.tokenizer.images.registry import read_processor
 from services.tokenizer.images.sampling import FrameTimes
 from services.tokenizer.images.video_files import open_video
-from tests.services.tokenizer.images import test_pool
 from tests.services.tokenizer.images.clips import ENCODERS, clip_file, clip_pictures, sound_file
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.services.tokenizer.images.test_pool import (
@@ -97,9 +96,8 @@ async def test_files_of_all_kinds_follow_each_other_in_one_process(bench: Bench)
     assert bench.children == [process]
 
 
-async def test_no_more_frames_are_taken_than_the_limit_allows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_pool, "LIMITS", replace(LIMITS, max_frames=10))
-    bench = Bench(directory)
+async def test_no_more_frames_are_taken_than_the_limit_allows(directory: Path) -> None:
+    bench = Bench(directory, limits=replace(LIMITS, max_frames=10))
     async with running(bench):
         (video,) = await prepare(bench, ImageFile(clip_file(clip_pictures(60, 224, 224), rate=2), is_video_file=True))
     assert video.grid[0] == 5
