@@ -1,4 +1,4 @@
-"""What images cost their users: usage, ledger and limits count their tokens as the model does."""
+"""Usage, ledger and limits count the tokens of images as the model does."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ ARRANGEMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What one layout, or several together, have been through."""
+    """Requests, kills, refusals and ties of one layout, or of several together."""
 
     requests: int
     kills: int

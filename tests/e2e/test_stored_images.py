@@ -1,4 +1,4 @@
-"""A prefix with an image in a storage: after a restart of its group, the same user finds it, and nobody else does."""
+"""A prefix with an image in a storage: after a restart of its group, the same user finds it, and no other user."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def storing(directory: Path, run_root: Path) -> Iterator[Served]:
 
 
 def found(served: Served, user: str, parts: tuple[Any, ...], expected: list[int]) -> int:
-    """Return how many tokens of a prompt are cached, after a check of the answer to it."""
+    """Return the number of cached tokens of a prompt, after a check of the answer to it."""
     with served.leaving_nothing_behind():
         answer = ask(served, user, message(*parts))
     assert answer["choices"][0]["token_ids"] == expected

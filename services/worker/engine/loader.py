@@ -30,9 +30,8 @@ from services.worker.engine.backends import (
     select_products,
     use_device,
 )
-from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_stage
-from services.worker.engine.checkpoints.replacing import weight_files
+from services.worker.engine.checkpoints.replacing import identity_by_samples
 from services.worker.engine.checkpoints.safetensors_directory import read_json
 from services.worker.engine.decoder_memory import DecoderMemory, check_memory
 from services.worker.engine.determinism import check_deterministic
@@ -557,7 +556,7 @@ class DecoderLoader:
         if self._spec.stages > 1 or self._kv_scales:
             return ""
         is_made_up = self._spec.load_format == "dummy"
-        weights = self._checkpoint.identity() if is_made_up else self._weights_by_samples()
+        weights = self._checkpoint.identity() if is_made_up else identity_by_samples(self._spec.model)
         return kv_identity(weights, self._traits(layout), whole_experts=self._spec.has_whole_experts)
 
     def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
@@ -587,12 +586,9 @@ class DecoderLoader:
         """Return the digest of all that decides about embeddings; see `WorkerCapacity.encoder_identity`."""
         if self._vision is None:
             return ""
-        weights = "" if self._spec.load_format == "dummy" else self._weights_by_samples()
+        weights = "" if self._spec.load_format == "dummy" else identity_by_samples(self._spec.model)
         dtype = self._backend.kernels.activation_dtype
         return encoder_identity(weights, self._vision.config, dtype)
-
-    def _weights_by_samples(self) -> str:
-        return identity_of_files(weight_files(resolve_model(self._spec.model)))
 
     @property
     def _embedding_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What the container that downloads a model fetches for the pods of a pipeline."""
+"""The container that downloads a model fetches the files that the pods of a pipeline need."""
 
 from __future__ import annotations
 

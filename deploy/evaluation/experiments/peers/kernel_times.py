@@ -23,7 +23,7 @@ LARGEST_ERROR = 0.02
 
 
 def copies_of(size: int) -> int:
-    """Return how many copies of tensors of `size` bytes no cache holds."""
+    """Return the number of copies of tensors of `size` bytes that no cache holds."""
     return max(2, -(-COLD_BYTES // size))
 
 

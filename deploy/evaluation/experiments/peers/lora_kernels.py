@@ -147,7 +147,7 @@ class AdapterWay(Protocol):
         """Return a product with weight [out, in] without adapters."""
 
     def plain(self, product: Product, base: Base) -> Call:
-        """Return what takes inputs and the sums that some products are added to, and returns the result."""
+        """Return a function from inputs, and the sums that some products are added to, to the result."""
 
     def adapted(self, layer: int, number: int, base: Base) -> Call:
         """Return the same of the layer's product with this number, with what the adapters add."""

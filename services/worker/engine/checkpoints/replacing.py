@@ -1,4 +1,4 @@
-"""Whether other weights can take the place of those that are loaded."""
+"""Whether other weights can take the place of those that are loaded, and the identity of a model by its files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from common.models import ModelFiles, ModelKind, resolve_model
+from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.safetensors_directory import files_in_index, read_json
 from services.worker.engine.checkpoints.stage_tensors import tensors_of_stage
@@ -80,6 +81,11 @@ def weights_of(spec: EngineSpec) -> ModelFiles:
 
 def _choice(spec: EngineSpec) -> TensorChoice | None:
     return tensors_of_stage(spec, read_rope(spec.rope_parameters))
+
+
+def identity_by_samples(reference: str) -> str:
+    """Return the identity of a model's weights by samples of its files; see `identity_of_files`."""
+    return identity_of_files(weight_files(resolve_model(reference)))
 
 
 def weight_files(files: ModelFiles) -> list[Path]:

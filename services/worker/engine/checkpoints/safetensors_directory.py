@@ -173,7 +173,7 @@ class SafetensorsTensors:
 
 
 def text_prefixes(has: Callable[[str], bool]) -> tuple[str, str]:
-    """Return what `model.` and `lm_head.` are called in the checkpoint whose tensors `has` knows."""
+    """Return the prefixes that stand for `model.` and `lm_head.` in the checkpoint whose tensors `has` knows."""
     return next((part for part in _TEXT_PARTS if has(_renamed(_FIRST, part))), _TEXT_PARTS[0])
 
 

@@ -180,9 +180,9 @@ def test_nothing_changes_the_memory_and_other_users_do_not_open_it() -> None:
             with pytest.raises(PermissionError):
                 change()
         if os.geteuid() == 0:
-            nobody = subprocess.run(["cat", path], user=65534, group=65534, capture_output=True, check=False)
-            assert nobody.returncode
-            assert not nobody.stdout
+            other_user = subprocess.run(["cat", path], user=65534, group=65534, capture_output=True, check=False)
+            assert other_user.returncode
+            assert not other_user.stdout
         assert copy_sealed(memory.place, len(CONTENTS[1])) == CONTENTS[1]
     finally:
         memory.close()

@@ -240,7 +240,7 @@ def test_deterministic_kernels_do_without(monkeypatch: pytest.MonkeyPatch, libra
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
-    """What a package of that name returns, of which only one function exists."""
+    """Stands for the package, and has one function of it."""
     package, gemm, base = (ModuleType(name) for name in ("flashinfer", "flashinfer.gemm", "flashinfer.gemm.gemm_base"))
     runner = object()
     package.__version__ = "1.2.3"  # type: ignore[attr-defined]
