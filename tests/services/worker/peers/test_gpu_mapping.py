@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from protos.gen.pando.v1 import worker_pb2
+from tests.services.worker.engine.parallel.ranks import gpu_of
 from tests.services.worker.peers.lender import LEASE, PoolShape, Reader, address_in, start_lender
 
 if TYPE_CHECKING:
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
     from services.worker.peers.mapping import Mapping
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SHAPE = PoolShape(pages=512)
 SCATTERED = np.random.default_rng(0).permutation(SHAPE.pages).tolist()
 
 
 class Pair:
-    """A lender on GPU 1 and a reader on GPU 0."""
+    """A lender on GPU 1, or on GPU 0 if there is no other, and a reader on GPU 0."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         address = address_in(folder)
-        self.lender = start_lender(address, SHAPE, 1, **environment)
+        self.lender = start_lender(address, SHAPE, gpu_of(1), **environment)
         self.reader = Reader(address, SHAPE, torch.device("cuda", 0))
 
     async def close(self) -> None:

@@ -1,10 +1,13 @@
-"""Runs functions as several ranks, each in a process of its own."""
+"""Runs functions as several ranks, each in a process of its own, on GPUs also where these are fewer than ranks."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +28,8 @@ class Ranks:
         assert world_size <= MOST_RANKS, "ranks wait for each other, so each needs a process"
         rendezvous = free_address()
         waiting = [
-            self._pool.apply_async(function, (rank, world_size, rendezvous, *arguments)) for rank in range(world_size)
+            self._pool.apply_async(_run, (function, rank, world_size, rendezvous, *arguments))
+            for rank in range(world_size)
         ]
         try:
             return [result.get(_TIMEOUT_SECONDS) for result in waiting]
@@ -41,11 +45,30 @@ class Ranks:
         self._pool.join()
 
 
+def gpu_of(rank: int) -> int:
+    """Return the number of a rank's GPU. Ranks share GPUs where there are fewer."""
+    return rank % max(1, torch.cuda.device_count())
+
+
+def share_gpus(rank: int, world_size: int) -> None:
+    """Let this process, which has not met others yet, be a rank that may share its GPU with other ranks.
+
+    NCCL refuses two ranks of one host on one GPU. Told that each is on a host of its own, it connects them by sockets.
+    """
+    if 0 < torch.cuda.device_count() < world_size:
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def free_address() -> str:
     """Return host:port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _run(function: Callable[..., object], rank: int, world_size: int, *arguments: object) -> object:
+    share_gpus(rank, world_size)
+    return function(rank, world_size, *arguments)
 
 
 def _start() -> Pool:

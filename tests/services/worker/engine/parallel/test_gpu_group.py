@@ -1,4 +1,4 @@
-"""Two ranks on GPUs of their own: what they exchange through shared memory, and a model cut in two."""
+"""Two ranks on GPUs: what they exchange, through shared memory if each has its own GPU, and a model cut in two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.worker.engine.parallel.symmetric_memory import SIZES, ExchangeShap
 from tests.services.worker.engine.driving import Driver, random_ids
 from tests.services.worker.engine.execution.test_families import OWN, PRECISE
 from tests.services.worker.engine.families import FAMILIES, save_model
-from tests.services.worker.engine.parallel.ranks import Ranks
+from tests.services.worker.engine.parallel.ranks import Ranks, gpu_of
 from tests.services.worker.engine.quantization.stored_formats import SCHEMES, store_quantised
 from tests.services.worker.engine.quantization.test_stored_formats import SHAPE
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 WORLD = 2
 VOCABULARY, ROWS, HIDDEN = 10, 4, 96
@@ -52,7 +52,7 @@ def fresh_ranks() -> Iterator[Ranks]:
 
 
 def join(rank: int, rendezvous: str) -> DistributedGroup:
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpu_of(rank))
     torch.cuda.set_device(device)
     group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, HIDDEN, ROWS, VOCABULARY))
     assert isinstance(group, DistributedGroup)
@@ -62,7 +62,7 @@ def join(rank: int, rendezvous: str) -> DistributedGroup:
 def add_sums(group: DistributedGroup, rank: int) -> tuple[list[torch.Tensor], list[bool]]:
     """Join some partial sums to a residual stream; return it after each, and whether it and its norm are right."""
     streams, are_right = [], []
-    weight = torch.full((HIDDEN,), 0.5, device=f"cuda:{rank}").bfloat16()
+    weight = torch.full((HIDDEN,), 0.5, device=torch.device("cuda", gpu_of(rank))).bfloat16()
     for call, tokens in enumerate((1, 700, 5, 1, 64, 64, 65, 700)):
         generator = torch.Generator().manual_seed(call)
         parts = torch.randn(WORLD, tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
@@ -84,7 +84,7 @@ def add_sums(group: DistributedGroup, rank: int) -> tuple[list[torch.Tensor], li
 
 
 def part(elements: int, rank: int) -> torch.Tensor:
-    return (torch.arange(elements, device=f"cuda:{rank}") % 60 + rank).bfloat16()
+    return (torch.arange(elements, device=torch.device("cuda", gpu_of(rank))) % 60 + rank).bfloat16()
 
 
 def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
@@ -108,10 +108,10 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
                     methods.append(summed is not None and torch.equal(summed, expected[elements]))
     streams, joined = add_sums(group, rank)
     spans = split_evenly(VOCABULARY, world_size)
-    columns = torch.arange(VOCABULARY, device=f"cuda:{rank}").bfloat16()
+    columns = torch.arange(VOCABULARY, device=torch.device("cuda", gpu_of(rank))).bfloat16()
     gathered = []
     for rows in (1, ROWS, ROWS + 3):
-        mine = columns[spans[rank].scaled(1)] + 10 * torch.arange(rows, device=f"cuda:{rank}")[:, None]
+        mine = columns[spans[rank].scaled(1)] + 10 * torch.arange(rows, device=columns.device)[:, None]
         gathered.append(group.gather_columns(mine.bfloat16(), spans).cpu())
     given = part(5120, rank)
     graph = torch.cuda.CUDAGraph()
@@ -137,7 +137,7 @@ def compute(
         model, rank=rank, world_size=world_size, rendezvous=rendezvous,
         **fields,  # type: ignore[arg-type]  # spec fields
     )  # fmt: skip
-    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=gpu_of(rank)))
     driver = Driver(runner)
     row, ids = driver.open(60), random_ids(40, runner.capacity.vocabulary_size)
     parts = [ids[:23], ids[23:36], *([token] for token in ids[36:])]
@@ -150,7 +150,7 @@ def compute(
 def test_collectives_of_two_gpu_ranks_give_the_right_results(fresh_ranks: Ranks) -> None:
     first, second = fresh_ranks.run(exchange, WORLD)
     for result in (first, second):
-        assert result["shares"] == torch.cuda.can_device_access_peer(0, 1)
+        assert result["shares"] == (torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1))
         assert all(result["sums"]), result["sums"]
         assert all(result["placed"]), result["placed"]
         assert all(result["methods"]), result["methods"]
@@ -177,7 +177,7 @@ def save_cut(directory: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", CUT)
-def test_two_gpus_compute_the_same_as_one(fresh_ranks: Ranks, model: str, tmp_path: Path) -> None:
+def test_two_ranks_compute_the_same_as_one(fresh_ranks: Ranks, model: str, tmp_path: Path) -> None:
     save_cut(tmp_path, model)
     changes = {"dtype": PRECISE.get(model, "bfloat16")}
     both, nothing = fresh_ranks.run(compute, WORLD, str(tmp_path), changes)
@@ -188,7 +188,7 @@ def test_two_gpus_compute_the_same_as_one(fresh_ranks: Ranks, model: str, tmp_pa
 
 
 @pytest.mark.parametrize("changes", [{"expert_parallel": True}, {"stages": 2}])
-def test_mixtures_on_two_gpus_compute_the_same_as_on_one(
+def test_mixtures_of_two_ranks_compute_the_same_as_of_one(
     fresh_ranks: Ranks, changes: dict[str, object], tmp_path: Path
 ) -> None:
     # All experts are chosen: roundings change no choice.
@@ -206,7 +206,7 @@ def compute_shared(rank: int, world_size: int, rendezvous: str, model: str) -> t
         model, dtype="bfloat16", max_rows=4, device_pages=64, data_parallel_rank=rank, data_parallel_size=world_size,
         data_parallel_rendezvous=rendezvous if world_size > 1 else "",
     )  # fmt: skip
-    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=gpu_of(rank)))
     logits = None
     if rank == 0:
         driver = Driver(runner)
@@ -224,7 +224,7 @@ def compute_shared(rank: int, world_size: int, rendezvous: str, model: str) -> t
 
 
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "deepseek v3"])
-def test_two_gpus_that_share_experts_compute_the_same_as_one(fresh_ranks: Ranks, family: str, tmp_path: Path) -> None:
+def test_two_ranks_that_share_experts_compute_the_same_as_one(fresh_ranks: Ranks, family: str, tmp_path: Path) -> None:
     # All experts are chosen: roundings change no choice.
     name, options = FAMILIES[family]
     few = {"num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "n_group": 1, "topk_group": 1}

@@ -1,4 +1,4 @@
-"""Models that see images, in bfloat16 on two devices: the same log probabilities as on one, picture by picture."""
+"""Models that see images, in bfloat16 as two ranks: the same log probabilities as of one, picture by picture."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_two_ranks_on_cpus_see_as_one_does(ranks: Ranks, family: str, tmp_path: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", WIDE)
-def test_two_gpus_see_as_one_does(fresh_ranks: Ranks, family: str, tmp_path: Path) -> None:
+def test_two_ranks_on_gpus_see_as_one_does(fresh_ranks: Ranks, family: str, tmp_path: Path) -> None:
     check(fresh_ranks, tmp_path, family, "cuda")
