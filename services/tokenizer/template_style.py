@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import InvalidRequestError
@@ -167,7 +168,21 @@ def _distance(style: ToolStyle, output: str, calls: Sequence[Call]) -> int:
 
 def _outputs(templates: ChatTemplates, calls: Sequence[Call], ids: Sequence[str], *, as_text: bool) -> Iterator[str]:
     """Yield the text of a turn with calls: without the template's beginning of a turn, and with it."""
-    entries: list[Any] = [  # Any: free JSON
+    entries = _entries(calls, ids, as_text=as_text)
+    for content in ("", None):
+        message = ChatMessage("assistant", content, tool_calls_json=json.dumps(entries))
+        turn = _turn(templates, message, as_text=as_text)
+        if turn is not None:
+            for beginning in _beginnings(templates):
+                if beginning and turn.startswith(beginning):
+                    yield turn.removeprefix(beginning)
+            yield turn
+            return
+
+
+def _entries(calls: Sequence[Call], ids: Sequence[str], *, as_text: bool) -> list[Any]:  # Any: free JSON
+    """Return calls as messages have them."""
+    return [
         {
             "id": id_,
             "type": "function",
@@ -178,15 +193,6 @@ def _outputs(templates: ChatTemplates, calls: Sequence[Call], ids: Sequence[str]
         }
         for call, id_ in zip(calls, ids, strict=False)
     ]
-    for content in ("", None):
-        message = ChatMessage("assistant", content, tool_calls_json=json.dumps(entries))
-        turn = _turn(templates, message, as_text=as_text)
-        if turn is not None:
-            for beginning in _beginnings(templates):
-                if beginning and turn.startswith(beginning):
-                    yield turn.removeprefix(beginning)
-            yield turn
-            return
 
 
 def _turn(templates: ChatTemplates, message: ChatMessage, *, as_text: bool = False) -> str | None:
@@ -262,10 +268,28 @@ def _unreadable(templates: ChatTemplates) -> str | None:
         if not any(_NAME in output for output in outputs):
             return None
     known = ", ".join(style.value for style in NOTATIONS)
-    return (
-        "the chat template writes tool calls in a notation that is not known here, or does not write them; set "
-        f"model.tool_style to the model's notation if it is one of {known}"
+    refusal = _refusal(templates)
+    problem = (
+        "the chat template writes tool calls in a notation that is not known here, or does not write them"
+        if refusal is None
+        else f"a conversation with a tool call cannot be rendered ({refusal})"
     )
+    return f"{problem}; set model.tool_style to the model's notation if it is one of {known}"
+
+
+def _refusal(templates: ChatTemplates) -> str | None:
+    """Return why the template renders no call, by the last error; None if it renders one."""
+    refusal = None
+    for ids, as_text in product(_IDS, (True, False)):
+        message = ChatMessage("assistant", "", tool_calls_json=json.dumps(_entries(_CALLS[:1], ids, as_text=as_text)))
+        chat = ChatPrompt((_QUESTION, message), (_TOOL,), add_generation_prompt=False)
+        try:
+            templates.render(chat, takes_arguments_as_text=as_text)
+        except InvalidRequestError as error:
+            refusal = str(error).rstrip(".")
+        else:
+            return None
+    return refusal
 
 
 def _reasoning_of(source: str, templates: ChatTemplates, setting: str) -> TemplateStyle:
@@ -281,19 +305,25 @@ def _reasoning_of(source: str, templates: ChatTemplates, setting: str) -> Templa
 
 
 def _found_reasoning(source: str, templates: ChatTemplates) -> ReasoningStyle | None:
-    """Return the first style whose marks stand around rendered reasoning, or, if none is shown, in the template."""
+    """Return the first style whose marks stand around rendered reasoning, or, if none is shown, in the template.
+
+    Marks around answers count only where they are rendered: other templates have them around the results of tools.
+    """
     answer = ChatMessage("assistant", _ANSWER, reasoning_content=_THOUGHT)
     turn = _rendered(templates, (_QUESTION, answer), opens=False, has_tools=False) or ""
-    for style, marks in MARKS.items():
-        around = rf"{re.escape(marks.opening)}\s*{_THOUGHT}\s*{re.escape(marks.closing)}"
-        if re.search(around, turn) and marks.answer[0] in source:
-            return style
     prompts = [_prompt(templates), _prompt(templates, _REASON)]
-    for style, marks in MARKS.items():
-        if any(prompt.rstrip().endswith(marks.opening) for prompt in prompts) and marks.answer[0] in source:
+    possible = {
+        style: marks for style, marks in MARKS.items() if any(marks.answer[0] in text for text in (turn, *prompts))
+    }
+    for style, marks in possible.items():
+        around = rf"{re.escape(marks.opening)}\s*{_THOUGHT}\s*{re.escape(marks.closing)}"
+        if re.search(around, turn):
             return style
-    for style, marks in MARKS.items():
-        if style is not ReasoningStyle.HARMONY and marks.closing in source and marks.answer[0] in source:
+    for style, marks in possible.items():
+        if any(prompt.rstrip().endswith(marks.opening) for prompt in prompts):
+            return style
+    for style, marks in possible.items():
+        if style is not ReasoningStyle.HARMONY and marks.closing in source:
             return style
     return ReasoningStyle.HARMONY if "<|channel|>analysis" in source else None
 

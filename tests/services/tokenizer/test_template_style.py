@@ -82,6 +82,14 @@ def test_a_notation_that_cannot_be_read_back_is_refused_with_the_reason(calls: s
     assert "model.tool_style" in found.tools_problem
 
 
+def test_a_template_that_refuses_calls_is_said_to() -> None:
+    found = style(chatml("{%- set _ = tools.append(1) %}{{ message.tool_calls[0].function.name }}"))
+    assert found.tools is None
+    assert found.tools_problem is not None
+    assert "a conversation with a tool call cannot be rendered (" in found.tools_problem
+    assert "'append' of 'list' object is unsafe); set model.tool_style" in found.tools_problem
+
+
 def test_the_settings_take_precedence() -> None:
     assert style(TEMPLATES[ToolStyle.HERMES], "none", "think") == TemplateStyle(None, ReasoningStyle.THINK)
     assert style(TEMPLATES[ToolStyle.HERMES], "pythonic", "none").tools is ToolStyle.PYTHONIC
@@ -122,11 +130,16 @@ def shows(opening: str, closing: str) -> str:
         (shows("◁think▷", "◁/think▷"), ReasoningStyle.KIMI),
         (shows("<|channel>thought\n", "\n<channel|>"), ReasoningStyle.GEMMA),
         (shows("<think>", "</think><response>"), ReasoningStyle.RESPONSE),
+        # Marks around the results of tools, as MiniMax M2 has them.
+        (shows("<think>", "</think>") + "{% if false %}<response></response>{% endif %}", ReasoningStyle.THINK),
+        # Marks of an instruction, as Granite 3 has them.
+        (PLAIN + "{% if thinking %}between <think></think>, then between <response></response>{% endif %}",
+         ReasoningStyle.RESPONSE),
         (TEMPLATES[ToolStyle.HARMONY], ReasoningStyle.HARMONY),
         ("{{ messages[0].content.split('</think>')[-1] }}", ReasoningStyle.THINK),
         (PLAIN + "{# <think> #}", None),
     ],
-)
+)  # fmt: skip
 def test_the_marks_of_reasoning_are_read_from_the_template(source: str, wanted: ReasoningStyle | None) -> None:
     assert style(source).reasoning is wanted
 
