@@ -109,7 +109,7 @@ class GenerationFields(StructureFields):
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     stop: StopTexts = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     stop_regex: StopPatterns = None
     include_stop_str_in_output: bool | None = None
@@ -237,7 +237,8 @@ class GenerationFields(StructureFields):
         return StopConditions(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            # Others are accepted, and never match.
+            stop_token_ids=tuple(id_ for id_ in self.stop_token_ids or () if 0 <= id_ <= INT32_MAX),
             stop_strings=tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
             include_stop_text=bool(self.include_stop_str_in_output or self.no_stop_trim),

@@ -93,7 +93,7 @@ class NativeSampling(Schema):
     max_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     min_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     stop: StopTexts = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[int] | None = None
     stop_regex: StopPatterns = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None

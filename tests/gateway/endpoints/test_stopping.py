@@ -33,6 +33,18 @@ async def test_stop_conditions_reach_the_pipeline() -> None:
     assert completion.stop_patterns == ("a", "b")
 
 
+async def test_stop_ids_that_no_vocabulary_has_are_accepted_and_left_out() -> None:
+    gateway = gateway_saying("x")
+    ids = [-1, 7, 2**31, 2**40]
+    for answer in (
+        await gateway.chat(stop_token_ids=ids),
+        await gateway.complete(stop_token_ids=ids),
+        await gateway.post("/generate", {"text": "x", "sampling_params": {"stop_token_ids": ids}}),
+    ):
+        assert answer.status_code == 200, answer.text
+    assert [request.options.stop.stop_token_ids for request in gateway.pipeline.submitted] == [(7,)] * 3
+
+
 async def test_answers_contain_the_matched_stop() -> None:
     by_text = faked(says("x", finish=Finish(FinishReason.STOP, matched_text="END")))
     by_token = faked(says("x", finish=Finish(FinishReason.STOP, matched_token_id=7)))
