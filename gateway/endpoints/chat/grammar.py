@@ -78,7 +78,7 @@ def _bind(tool: Mapping[str, Any], number: int, style: ToolStyle) -> BoundTool: 
     param = f"tools[{number}].function.parameters"
     schema = function.get("parameters")
     if schema is None:
-        schema = {"type": "object", "properties": {}} if function.get("strict") else ANY_OBJECT
+        schema = {"type": "object", "properties": {}}
     try:
         check_json_schema(schema, param)
         if not isinstance(schema, dict) or not NOTATIONS[style].can_bind(schema):

@@ -217,6 +217,16 @@ async def test_calls_are_read_with_the_types_of_the_tool_s_schema() -> None:
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "2"}
 
 
+async def test_a_tool_without_parameters_is_called_without_arguments() -> None:
+    gateway = gateway_of(["x"])
+    for strict in (None, True):
+        function = {"name": "refresh", "strict": strict}
+        await gateway.chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+        grammar = gateway.pipeline.submitted[-1].options.sampling.grammar
+        assert grammar is not None
+        assert '"json_schema":{"type":"object","properties":{}}' in grammar.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_ids_of_calls_are_those_of_the_notation(stream: bool) -> None:
     text = (
