@@ -125,7 +125,8 @@ class ChatTemplates:
             )
             text = self._budget.collect(pieces)
         except _TEMPLATE_FAILURES as error:
-            raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
+            cause = "" if takes_arguments_as_text else _texts_as_arguments(plain)
+            raise InvalidRequestError(f"the model's chat template refused: {error}{cause}", param="messages") from error
         if chat.continue_final_message:
             text = _cut_at_mark(text, final)
         return text + (chat.assistant_prefix or "")
@@ -253,6 +254,16 @@ def _with_parsed_arguments(call: Json) -> Json:
     except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _texts_as_arguments(messages: Iterable[JsonObject]) -> str:
+    """Name the first call whose arguments could not be decoded, which templates may not be able to write."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                return f"; the arguments of a call of {function.get('name')!r} are not a JSON object"
+    return ""
 
 
 def _parse_object(text: str, param: str) -> dict[str, Json]:

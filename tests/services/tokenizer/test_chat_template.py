@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,19 @@ def test_arguments_that_are_no_json_object_stay_as_they_are() -> None:
     message = ChatMessage("assistant", tool_calls_json=json.dumps(calls))
     source = "{% for c in messages[0].tool_calls %}{{ c.function.arguments }};{% endfor %}"
     assert templates(source).render(ChatPrompt((message,))) == "not json;[1];{;"
+
+
+def test_arguments_that_the_template_cannot_write_are_named() -> None:
+    source = "{% for name in messages[0].tool_calls[0].function.arguments.items() %}{% endfor %}"
+    for arguments, cause in (('{"a":', "; the arguments of a call of 'f' are not a JSON object"), ("{}", None)):
+        message = ChatMessage(
+            "assistant", tool_calls_json=json.dumps([{"function": {"name": "f", "arguments": arguments}}])
+        )
+        if cause is None:
+            assert templates(source).render(ChatPrompt((message,))) == ""
+            continue
+        with pytest.raises(InvalidRequestError, match=re.escape(cause)):
+            templates(source).render(ChatPrompt((message,)))
 
 
 def test_arguments_too_deep_to_be_read_stay_as_they_are() -> None:
