@@ -108,11 +108,20 @@ def _refusal(error: HfHubHTTPError, reference: HubReference) -> str:
             return f"the hub has disabled this repository; see {page}"
     match status:
         case 401 | 403:
-            return f"the hub rejects your token ({status}); create one at {_TOKENS} and set HF_TOKEN to it"
+            return _rejection(status, has_token=has_token)
         case 429:
             return "the hub limits your rate (429); try again in some minutes, or set HF_TOKEN for a higher limit"
         case _:
             return f"{constants.ENDPOINT} answers with status {status}; try again later"
+
+
+def _rejection(status: int, *, has_token: bool) -> str:
+    if has_token:
+        return f"the hub rejects your token ({status}); create one at {_TOKENS} and set HF_TOKEN to it"
+    return (
+        f"{constants.ENDPOINT} refuses access ({status}); check HF_ENDPOINT and proxies, or create a token at "
+        f"{_TOKENS} and set HF_TOKEN to it"
+    )
 
 
 def _cause(error: BaseException) -> BaseException:

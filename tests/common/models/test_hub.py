@@ -271,6 +271,13 @@ def test_a_wrong_token_is_called_wrong(client: HubClient, repository: Path) -> N
     assert "the hub rejects your token (401); create one at" in client.resolve(NAME, HF_TOKEN="hf_wrong")["error"]
 
 
+def test_a_refusal_without_a_token_blames_no_token(hub: FakeHub, client: HubClient, repository: Path) -> None:
+    hub.status = 403
+    refused = client.resolve(NAME)["error"]
+    assert f"{hub.url} refuses access (403); check HF_ENDPOINT and proxies, or create a token at" in refused
+    assert "rejects your token" not in refused
+
+
 def test_without_a_network_the_endpoint_is_named(client: HubClient, repository: Path) -> None:
     unreachable = HubClient("http://127.0.0.1:9", client.home)
     refused = unreachable.resolve(NAME)["error"]
