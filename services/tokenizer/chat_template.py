@@ -206,7 +206,10 @@ def _raise(message: str) -> NoReturn:
 
 
 def _plain_message(message: ChatMessage, *, as_text: bool) -> dict[str, Json]:
-    """Return the message in the form that templates expect: no absent fields, arguments of calls as objects or text."""
+    """Return the message in the form that templates expect: no absent fields, arguments of calls as objects or text.
+
+    Beside calls, an absent content is an empty one.
+    """
     plain: dict[str, Json] = {"role": message.role}
     if message.reasoning_content is not None:
         # Some templates read it under its older name.
@@ -225,6 +228,8 @@ def _plain_message(message: ChatMessage, *, as_text: bool) -> dict[str, Json]:
         if not isinstance(calls, list):
             raise InvalidRequestError("tool_calls must be an array", param="messages")
         plain["tool_calls"] = calls if as_text else [_with_parsed_arguments(call) for call in calls]
+        # Some templates, as Qwen3's, search the text beside calls without asking whether there is one.
+        plain.setdefault("content", "")
     return plain
 
 
@@ -318,7 +323,9 @@ def with_single_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
         results = list(takewhile(lambda following: following["role"] == "tool", left))
         del left[: len(results)]
         for number, call in enumerate(calls):
-            divided.append((message if number == 0 else {"role": message["role"]}) | {"tool_calls": [call]})
+            divided.append(
+                (message if number == 0 else {"role": message["role"], "content": ""}) | {"tool_calls": [call]}
+            )
             is_last = number == len(calls) - 1
             given = [each for each in results if is_last or each.get("tool_call_id") == _id_of(call)]
             results = [each for each in results if each not in given]

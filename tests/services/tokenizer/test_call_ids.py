@@ -33,7 +33,7 @@ def test_messages_of_several_calls_are_divided_and_no_result_is_lost() -> None:
         user,
         {"role": "assistant", "content": "I look.", "tool_calls": calls[:1]},
         first,
-        {"role": "assistant", "tool_calls": calls[1:]},
+        {"role": "assistant", "content": "", "tool_calls": calls[1:]},
         second,
         stray,
         user,

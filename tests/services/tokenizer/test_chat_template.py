@@ -108,6 +108,7 @@ def plain(message: ChatMessage) -> dict[str, Any]:
         for call in calls:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         fields["tool_calls"] = calls
+        fields["content"] = message.content or ""
     return fields
 
 
@@ -184,6 +185,12 @@ def test_arguments_that_are_no_json_object_stay_as_they_are() -> None:
     message = ChatMessage("assistant", tool_calls_json=json.dumps(calls))
     source = "{% for c in messages[0].tool_calls %}{{ c.function.arguments }};{% endfor %}"
     assert templates(source).render(ChatPrompt((message,))) == "not json;[1];{;"
+
+
+def test_templates_find_an_empty_text_beside_calls_without_one() -> None:
+    message = ChatMessage("assistant", tool_calls_json=json.dumps([CALL]))
+    source = "{% for m in messages %}{{ '</think>' in m.content }}{{ m.content.strip() }}{% endfor %}"
+    assert templates(source).render(ChatPrompt((message,))) == "False"
 
 
 def test_arguments_that_the_template_cannot_write_are_named() -> None:
