@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from common.heads import only_embeds, read_head, tasks_of
 from deploy.models.support import Service, support_of, support_of_gguf
+from services.worker.engine.model.json_fields import MAX_LAYERS
 from services.worker.engine.quantization.formats import Mxfp4Format
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def facts_of(evidence: Evidence) -> ModelFacts:
     """Compute the facts of a model."""
     support = _support(evidence)
     shape = evidence.gguf_config or support.config
-    text = evidence.config.get("text_config") or evidence.config
+    text = _text_part(evidence.config)
     parameters, layers = _parameters(evidence, support)
     context = shape.max_context if shape else evidence.gguf_context or _number(text, "max_position_embeddings")
     by_layer = _kv_of_layers(shape, text)
@@ -198,7 +199,7 @@ def _parameters(evidence: Evidence, support: Support) -> tuple[int | None, int |
     config = evidence.gguf_config or support.config
     if config is not None and (evidence.gguf_config is not None or support.service is Service.OWN):
         return count_parameters(config)
-    text = evidence.config.get("text_config") or evidence.config
+    text = _text_part(evidence.config)
     total = evidence.stated_parameters
     if total is None and _quantization(evidence.config) is None and evidence.weight_bytes:
         dtype = evidence.config.get("dtype") or evidence.config.get("torch_dtype") or text.get("torch_dtype")
@@ -240,7 +241,7 @@ def _kv_of_layers(shape: ModelConfig | None, text: Mapping[str, Any]) -> tuple[i
         attending = (layer for layer in range(shape.layers) if not shape.is_recurrent(layer))
         return tuple(2 * shape.at(layer).kv_width for layer in attending)
     each, layers = _kv_of_layer(text), _number(text, "num_hidden_layers")
-    return (each,) * layers if each and layers else ()
+    return (each,) * layers if each and layers and 0 < layers <= MAX_LAYERS else ()
 
 
 def _kv_of_layer(text: Mapping[str, Any]) -> int | None:
@@ -264,8 +265,13 @@ def _kv_of_sequence(by_layer: tuple[int, ...], windows: tuple[int | None, ...], 
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:
-    described = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    return str(described.get("quant_method")) if described else None
+    described = config.get("quantization_config") or _text_part(config).get("quantization_config")
+    return str(described.get("quant_method")) if isinstance(described, dict) else None
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and text else config
 
 
 def _number(config: Mapping[str, Any], name: str) -> int | None:

@@ -108,6 +108,18 @@ def test_without_the_worker_the_answer_is_that_it_cannot_be_asked(monkeypatch: p
     assert support_of({"model_type": "starcoder2"}, {}).service is Service.UNKNOWN
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 10**9}, {"num_hidden_layers": None}, {"quantization_config": "fp8"}, {"text_config": "x"}],
+)
+@pytest.mark.parametrize("model", ["qwen3-8b", "bge-small"])
+def test_malformed_fields_do_not_end_the_inspection(model: str, changes: dict[str, Any]) -> None:
+    config = json.loads((Path(__file__).parent / "configs" / f"{model}.json").read_text())["config"]
+    facts = facts_of(Evidence(config={**config, **changes}))
+    assert facts.family == config["model_type"]
+    assert facts.parameters is None or "text_config" in changes
+
+
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigurationError, match=r"config\.json: a JSON object is expected"):

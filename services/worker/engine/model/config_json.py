@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,11 @@ from common.encoders import is_encoder
 from common.errors import ConfigurationError
 from common.heads import read_head
 from services.worker.engine.families.registry import aliased_families, families_by_name, wrapped_families
-from services.worker.engine.model.json_fields import token_ids
+from services.worker.engine.model.json_fields import check_sizes, token_ids
 from services.worker.engine.quantization.checkpoint_scheme import stored_format
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from services.worker.engine.model.config import ModelConfig
 
@@ -32,8 +33,24 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     """Read a `config.json` as `transformers` writes it, versions 4 and 5, and its `generation_config.json`.
 
     Raises:
-        ConfigurationError: the family or one of its options is not supported, or a field is missing.
+        ConfigurationError: the family or one of its options is not supported, or a field is missing or malformed.
     """
+    with _named_flaws():
+        return _read(config, generation or {})
+
+
+@contextmanager
+def _named_flaws() -> Iterator[None]:
+    """Turn what readers raise on a malformed file into a ConfigurationError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigurationError(f"config.json has a value of an unexpected type or range: {error}") from error
+
+
+def _read(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     text = _text_part(config)
     name = text.get("model_type", config.get("model_type"))
     family = families_by_name().get(str(name))
@@ -43,11 +60,9 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     stored = stored_format(quantization) if quantization else None
     family.check_stored(stored)
     text = family.with_defaults(text)
-    try:
-        read = family.read(text)
-    except KeyError as error:
-        raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
-    stated = token_ids((generation or {}).get("eos_token_id", text.get("eos_token_id")))
+    check_sizes(text)
+    read = family.read(text)
+    stated = token_ids(generation.get("eos_token_id", text.get("eos_token_id")))
     ends = dict.fromkeys(stated + tuple(end for end in family.ends if end < read.vocabulary_size))
     head = read_head(config)
     labels = len(head.labels) if head else 0
@@ -71,13 +86,18 @@ class Implementation(Enum):
 
 
 def implementation_of(config: Mapping[str, Any]) -> Implementation:
-    """Return which code would compute the model of a config.json; it may still refuse one of the model's options."""
-    if is_encoder(config):
-        return Implementation.ENCODER
-    text = _text_part(config)
-    family = families_by_name().get(str(text.get("model_type")))
-    is_own = family is not None and family.covers(family.with_defaults(text))
-    return Implementation.OWN if is_own else Implementation.TRANSFORMERS
+    """Return which code would compute the model of a config.json; it may still refuse one of the model's options.
+
+    Raises:
+        ConfigurationError: a field that decides it is malformed.
+    """
+    with _named_flaws():
+        if is_encoder(config):
+            return Implementation.ENCODER
+        text = _text_part(config)
+        family = families_by_name().get(str(text.get("model_type")))
+        is_own = family is not None and family.covers(family.with_defaults(text))
+        return Implementation.OWN if is_own else Implementation.TRANSFORMERS
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

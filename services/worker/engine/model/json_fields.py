@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import Activation, ModelConfig, RotaryConfig
@@ -15,6 +15,28 @@ if TYPE_CHECKING:
 
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+# Far more than any model has; each takes memory while a file is read.
+MAX_LAYERS: Final = 4096
+_REQUIRED: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES: Final = (*_REQUIRED, "intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+def check_sizes(config: JsonConfig) -> None:
+    """Check the numbers that most files have.
+
+    Raises:
+        ConfigurationError: one is no positive whole number, or there are too many layers.
+        KeyError: one that no family derives is missing or null.
+    """
+    if absent := [name for name in _REQUIRED if config.get(name) is None]:
+        raise KeyError(absent[0])
+    for name in _SIZES:
+        value = config.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f"{name} of config.json should be a positive whole number, got {value!r}")
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise ConfigurationError(f"num_hidden_layers of config.json should be at most {MAX_LAYERS}")
 
 
 def read_decoder(config: JsonConfig, *, can_be_partial: bool = False) -> ModelConfig:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +260,24 @@ def test_head_order_puts_rotated_pairs_into_halves() -> None:
 )
 def test_unsupported_configurations_are_refused_with_a_reason(changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
+        from_json(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_hidden_layers": None}, "config.json has no 'num_hidden_layers'"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers of config.json should be a positive whole number, got -3"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers of config.json should be at most 4096"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads of config.json should be a positive whole number, got 0"),
+        ({"hidden_size": "64"}, "hidden_size of config.json should be a positive whole number, got '64'"),
+        ({"vocab_size": 100.0}, "vocab_size of config.json should be a positive whole number, got 100.0"),
+        ({"rope_theta": "much"}, "config.json has a value of an unexpected type or range"),
+        ({"quantization_config": "fp8"}, "config.json has a value of an unexpected type or range"),
+    ],
+)
+def test_malformed_fields_are_refused_with_a_reason(changes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(complaint)):
         from_json(**changes)
 
 
