@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+from services.worker.engine.kernels.gpu.flashinfer_plans import PlanTurns
 from services.worker.engine.kernels.gpu.flashinfer_prefill import WORKSPACE_BYTES, chunk_pages
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ class FlashInferLatent:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Serve heads of `shape`; kernels are compiled when they are first used."""
         self._shape = shape
-        self._wrapper = BatchMLAPagedAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._turns = PlanTurns(lambda: BatchMLAPagedAttentionWrapper(workspace), device)
+        self._wrapper: BatchMLAPagedAttentionWrapper | None = None
         self._planned: ForwardBatch | None = None
 
     def __call__(
@@ -31,12 +34,15 @@ class FlashInferLatent:
         shape = self._shape
         if batch is not self._planned:
             chunks = chunk_pages(batch, shape.page_size)
-            self._wrapper.plan(
-                chunks.query_starts, chunks.page_starts, chunks.pages, chunks.key_lengths, shape.query_heads,
-                shape.value_dim, shape.head_dim - shape.value_dim, shape.page_size, True, shape.scale,
-                queries.dtype, layer.keys.dtype,
+            self._wrapper = self._turns.plan(
+                lambda wrapper: wrapper.plan(
+                    chunks.query_starts, chunks.page_starts, chunks.pages, chunks.key_lengths, shape.query_heads,
+                    shape.value_dim, shape.head_dim - shape.value_dim, shape.page_size, True, shape.scale,
+                    queries.dtype, layer.keys.dtype,
+                )
             )  # fmt: skip
             self._planned = batch
+        assert self._wrapper is not None, "it has planned"
         latent, rotated = layer.keys[:, :, 0].tensor_split([shape.value_dim], dim=-1)
         turned = queries[..., shape.value_dim :]
         self._wrapper.run(queries[..., : shape.value_dim], turned, latent, rotated, out=outputs)

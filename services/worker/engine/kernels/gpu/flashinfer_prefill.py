@@ -11,6 +11,8 @@ import flashinfer
 import numpy as np
 import torch
 
+from services.worker.engine.kernels.gpu.flashinfer_plans import PlanTurns
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -27,8 +29,10 @@ class FlashInferPrefill:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Serve heads of `shape`; kernels are compiled when they are first used."""
         self._shape = shape
+        self._device = device
         self._workspace = _workspace(device)
-        self._wrapper = self._make_wrapper()
+        self._turns = PlanTurns(self._make_wrapper, self._device)
+        self._wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapper | None = None
         self._planned: ForwardBatch | None = None
         self._kv_dtype: torch.dtype | None = None
 
@@ -38,9 +42,10 @@ class FlashInferPrefill:
     ) -> None:  # fmt: skip
         if layer.keys.dtype != self._kv_dtype:
             # A wrapper keeps the kernels' family that its first plan has chosen, and FP8 has others.
-            self._wrapper, self._planned, self._kv_dtype = self._make_wrapper(), None, layer.keys.dtype
+            self._turns = PlanTurns(self._make_wrapper, self._device)
+            self._planned, self._kv_dtype = None, layer.keys.dtype
         if batch is not self._planned:
-            self._plan(batch, queries.dtype, layer.keys.dtype)
+            self._wrapper = self._plan(batch, queries.dtype, layer.keys.dtype)
             self._planned = batch
         scales = layer.scales
         if scales is not None:
@@ -55,6 +60,7 @@ class FlashInferPrefill:
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND")
 
     def _run(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, sinks: torch.Tensor | None) -> None:
+        assert self._wrapper is not None, "it has planned"
         if sinks is None:
             self._wrapper.run(queries, (layer.keys, layer.values), out=outputs)
             return
@@ -63,28 +69,32 @@ class FlashInferPrefill:
         _, sums = self._wrapper.run(queries, (layer.keys, layer.values), out=outputs, return_lse=True)
         outputs *= torch.sigmoid(sums * math.log(2) - sinks)[:, :, None].to(outputs.dtype)
 
-    def _plan(self, batch: ForwardBatch, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    def _plan(
+        self, batch: ForwardBatch, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
         size, window = self._shape.page_size, self._shape.window_left
         if self._shape.is_chunked and window is not None:
             # Each row's part of a chunk is a row of its own, which sees all that it has.
             chunks, window = chunk_pages(batch, size, window + 1), None
         else:
             chunks = chunk_pages(batch, size)
-        self._wrapper.plan(
-            chunks.query_starts,
-            chunks.page_starts,
-            chunks.pages,
-            (chunks.key_lengths - 1) % size + 1,
-            self._shape.query_heads,
-            self._shape.kv_heads,
-            self._shape.head_dim,
-            size,
-            causal=True,
-            sm_scale=self._shape.scale,
-            window_left=-1 if window is None else window,
-            logits_soft_cap=self._shape.attention_softcap,
-            q_data_type=dtype,
-            kv_data_type=kv_dtype,
+        return self._turns.plan(
+            lambda wrapper: wrapper.plan(
+                chunks.query_starts,
+                chunks.page_starts,
+                chunks.pages,
+                (chunks.key_lengths - 1) % size + 1,
+                self._shape.query_heads,
+                self._shape.kv_heads,
+                self._shape.head_dim,
+                size,
+                causal=True,
+                sm_scale=self._shape.scale,
+                window_left=-1 if window is None else window,
+                logits_soft_cap=self._shape.attention_softcap,
+                q_data_type=dtype,
+                kv_data_type=kv_dtype,
+            )
         )
 
 
