@@ -52,8 +52,8 @@ def _of_kernels(spec: EngineSpec, backend: KernelBackend, shape: AttentionShape)
         )
     elif isinstance(backend, CpuBackend) and shape.latent_dim is None and not backend.can_attend(shape):
         yield f"scheduler.page_size {shape.page_size} and heads of {shape.head_dim}: attention would be plain torch's"
-    if spec.world_size > 1:
-        yield "several ranks, whose sums depend on the size of the batch"
+    if spec.world_size > spec.stages:
+        yield "several tensor-parallel ranks, whose sums depend on the size of the batch"
     if spec.data_parallel_size > 1:
         yield "scheduler.data_parallel, where other groups' tokens are in the batches of experts"
 

