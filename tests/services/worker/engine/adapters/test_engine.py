@@ -58,8 +58,8 @@ class Engine:
         options = RunnerOptions(device_index=gpu_of(rank), threads=1)
         self.engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
         spec = EngineSpec(
-            str(model), dtype=DTYPE, max_rows=8, max_context=256, page_size=16, device_pages=64, adapter_slots=4,
-            rank=rank, world_size=world_size, rendezvous=rendezvous,
+            str(model), dtype=DTYPE, max_rows=8, max_context=256, max_step_tokens=256, page_size=16, device_pages=64,
+            adapter_slots=4, rank=rank, world_size=world_size, rendezvous=rendezvous,
         )  # fmt: skip
         self.engine.configure(spec, nothing)
         self._steps = 0

@@ -104,8 +104,8 @@ def test_two_stages_on_gpus_answer_as_one_does(fresh_ranks: Ranks, graphs: bool,
     assert not any(each.tokens for each in nothing), "the first stage reports no tokens"
     assert len(found) == 2
     for each in found:
-        # One GPU computes the rows of both micro-batches together.
-        assert_same_answers(each, expected, 0.0)
+        # One GPU computes the rows of both micro-batches together. Log probabilities are reported by other programs.
+        assert_same_answers(each, expected, 1e-6)
     if not graphs:
         assert first == last == 0
         return

@@ -37,8 +37,8 @@ def engine_of(
     options = RunnerOptions(backend=backend, threads=1, device=device, device_index=gpu_of(rank))
     engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
     spec = EngineSpec(
-        str(directory), dtype=dtype, max_rows=4, max_context=320, page_size=PAGE, device_pages=80, vision=True,
-        rank=rank, world_size=world_size, rendezvous=rendezvous,
+        str(directory), dtype=dtype, max_rows=4, max_context=320, max_step_tokens=640, page_size=PAGE, device_pages=80,
+        vision=True, rank=rank, world_size=world_size, rendezvous=rendezvous,
     )  # fmt: skip
     engine.configure(spec, lambda _fraction, _stage: None)
     return engine

@@ -104,9 +104,11 @@ def attend_all(
     drawn = torch.randn(CHUNK, shape.query_heads, shape.head_dim, generator=torch.Generator().manual_seed(6))
     queries = drawn.to(device, torch.bfloat16)
     outputs = torch.zeros(PASSES, CHUNK, shape.query_heads, shape.value_dim, device=device, dtype=queries.dtype)
+    # Made before: that waits for the device.
+    passes = prompt_passes(shape, device)
     if is_busy:
         torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]  # of torch's own tests
-    for batch, output in zip(prompt_passes(shape, device), outputs, strict=True):
+    for batch, output in zip(passes, outputs, strict=True):
         attend(queries, output, layer, batch)
         if not is_busy:
             torch.cuda.synchronize()
