@@ -28,7 +28,7 @@ from tests.services.worker.engine.adapters.peft_adapters import (
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.execution.test_families import save_own
 from tests.services.worker.engine.families import VOCABULARY
-from tests.services.worker.engine.parallel.ranks import Ranks, gpu_of
+from tests.services.worker.engine.parallel.ranks import Ranks, can_capture, gpu_of
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class Engine:
     """A model with four slots, and a stream of plans."""
 
     def __init__(self, model: Path, *, rank: int = 0, world_size: int = 1, rendezvous: str = "") -> None:
-        options = RunnerOptions(device_index=gpu_of(rank), threads=1)
+        is_captured = world_size == 1 or can_capture()
+        options = RunnerOptions(device_index=gpu_of(rank), threads=1, graphs=is_captured)
         self.engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
         spec = EngineSpec(
             str(model), dtype=DTYPE, max_rows=8, max_context=256, max_step_tokens=256, page_size=16, device_pages=64,
@@ -213,7 +214,7 @@ def fresh_ranks() -> Iterator[Ranks]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_two_ranks_on_gpus_share_adapters_in_graphs(fresh_ranks: Ranks, model: Path, tmp_path: Path) -> None:
+def test_two_ranks_on_gpus_share_adapters(fresh_ranks: Ranks, model: Path, tmp_path: Path) -> None:
     adapters = save_adapters(model, tmp_path)
     outputs, _ = fresh_ranks.run(as_rank, 2, str(model), [str(path) for path in adapters])
     first, second, third = adapters

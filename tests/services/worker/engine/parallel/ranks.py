@@ -50,6 +50,14 @@ def gpu_of(rank: int) -> int:
     return rank % max(1, torch.cuda.device_count())
 
 
+def can_capture() -> bool:
+    """Return whether passes of ranks can be captured: each has a GPU of its own, or there is none.
+
+    Captured passes of two ranks that shared a GPU were seen to wait for each other for ever (NCCL 2.28, over sockets).
+    """
+    return torch.cuda.device_count() != 1
+
+
 def share_gpus(rank: int, world_size: int) -> None:
     """Let this process, which has not met others yet, be a rank that may share its GPU with other ranks.
 

@@ -12,7 +12,7 @@ from common.types import RowSlot, SamplingParams, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
-from tests.services.worker.engine.parallel.ranks import gpu_of
+from tests.services.worker.engine.parallel.ranks import can_capture, gpu_of
 from tests.services.worker.engine.scenario import chunk, open_row
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def engine_of(
     device: str = "cpu", dtype: str = "float32",
 ) -> ModelEngine:  # fmt: skip
     """Return an engine that has loaded a model and its encoder."""
-    options = RunnerOptions(backend=backend, threads=1, device=device, device_index=gpu_of(rank))
+    options = RunnerOptions(
+        backend=backend, threads=1, device=device, device_index=gpu_of(rank), graphs=world_size == 1 or can_capture()
+    )
     engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
     spec = EngineSpec(
         str(directory), dtype=dtype, max_rows=4, max_context=320, max_step_tokens=640, page_size=PAGE, device_pages=80,
