@@ -46,5 +46,5 @@ class PastDecisions:
     def _note(self, event: CacheEvent) -> None:
         assert event.node is not None, "decisions are about nodes"
         # Pages change hands, and a text that its users have had forgotten must not remain here.
-        node = replace(event.node, pages=_NONE, host_pages=None, token_ids=_NONE)
+        node = replace(event.node, pages=_NONE, host_pages=None, key=b"")
         self._kept.append(PastDecision(replace(event, node=node), self._clock()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.keys import text_ids
 from services.scheduler.cache.types import NodeSnapshot, OwnerSnapshot, Visibility, view_of
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def node_snapshot(tree: PageTree, node: Node, depth_pages: int, required_subject
         lock_ref=node.lock_ref,
         last_access=node.last_access,
         pages=node.pages,
-        token_ids=text_ids(node.key),
+        key=node.key,
         state=node.state,
         hits=node.hit_cur,
         users=node.distinct_users,

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
 from common.types import SnapshotSlot, Subject, View
+from services.scheduler.cache.keys import text_ids
 
 if TYPE_CHECKING:
     from common.steps import PageIds
@@ -112,7 +113,7 @@ class NodeSnapshot:
     """A node at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
 
     `parent_id` is None for children of the root. `owner` is set for PRIVATE nodes, `tenant` for TENANT ones. `pages` is
-    [edge_tokens / page_size] int32 and `token_ids` [edge_tokens less the tokens of images] int32, both read-only. Hits
+    [edge_tokens / page_size] int32, read-only, and `key` are the edge's ids as the tree compares them (`keys.py`). Hits
     and users of the current and the previous epoch are those of subjects that are not among the `creators`. The node is
     hidden from `quarantined` subjects and `quarantined_tenants`. `promoted_tenants` is the number of tenants that
     shared a PUBLIC node before. `required_subjects` is how many subjects must compute its text for a promotion.
@@ -128,7 +129,7 @@ class NodeSnapshot:
     lock_ref: int
     last_access: int
     pages: PageIds
-    token_ids: TokenIds
+    key: bytes
     state: NodeState = NodeState.LIVE
     hits: int = 0
     users: int = 0
@@ -148,6 +149,11 @@ class NodeSnapshot:
     required_subjects: int = 0
     host_pages: PageIds | None = None
     host_ref: int = 0
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The edge's ids without those of images, [edge_tokens less the tokens of images] int32."""
+        return text_ids(self.key)
 
 
 @dataclass(frozen=True, slots=True)

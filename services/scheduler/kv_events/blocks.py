@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from services.scheduler.cache.keys import TOKEN_BYTES, chain_hashes
 from services.scheduler.cache.types import PUBLIC_SCOPE, NodeState, Visibility, scope_of
 from services.scheduler.kv_events.messages import MEDIUM_DEVICE, MEDIUM_HOST, BlockRemoved, BlockStored
@@ -89,10 +87,8 @@ class BlockIndex:
             chains = old.chains[first - old.first :][:pages]
             names = old.names[first - old.first :][:pages] if scope == old.scope else ()
         if len(chains) < pages:
-            key = np.ascontiguousarray(node.token_ids, dtype="<i4").tobytes()
-            added = chain_hashes(
-                key[len(chains) * self._page_bytes :], self._page_bytes, chains[-1] if chains else chain
-            )
+            key = node.key[len(chains) * self._page_bytes :]
+            added = chain_hashes(key, self._page_bytes, chains[-1] if chains else chain)
             chains = (*chains, *added)
         names = (*names, *(self._name_block(scope, chain) for chain in chains[len(names) :]))
         return _Edge(scope, first, chains, names, parent_name, _media(node))

@@ -114,7 +114,7 @@ def test_only_decisions_of_the_cache_are_recorded() -> None:
         lock_ref=0,
         last_access=0,
         pages=np.zeros(1, np.int32),
-        token_ids=np.arange(16, dtype=np.int32),
+        key=bytes(64),
         epoch=5,
         quarantined=2,
         quarantined_tenants=1,

@@ -10,7 +10,7 @@ from services.scheduler.past_decisions import PastDecisions
 def shared(number: int) -> NodeSnapshot:
     ids = np.arange(16, dtype=np.int32)
     return NodeSnapshot(
-        NodeId(number), None, 16, 16, Visibility.TENANT, None, "acme", 0, 0, ids[:1], ids, host_pages=ids[:1]
+        NodeId(number), None, 16, 16, Visibility.TENANT, None, "acme", 0, 0, ids[:1], ids.tobytes(), host_pages=ids[:1]
     )
 
 

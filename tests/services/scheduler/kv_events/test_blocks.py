@@ -53,6 +53,21 @@ def test_a_new_prompt_is_one_run_of_blocks_and_its_continuation_names_its_parent
     ]
 
 
+def test_blocks_with_images_have_names_of_their_own() -> None:
+    driver = Driver()
+    index, published = followed(driver.cache)
+    ann = ("tenant", "ann", "")
+    cat, dog = [1, -2, -3, -4, 5, 6], [1, -7, -8, -9, 5, 6]
+    for prompt in (cat, dog, [*cat, 7, 8]):
+        driver.serve(ANN, prompt)
+    assert published == [
+        BlockStored(names(ann, *cat), None, [], PAGE, medium=MEDIUM_DEVICE),
+        BlockStored(names(ann, *dog), None, [], PAGE, medium=MEDIUM_DEVICE),
+        BlockStored(names(ann, *cat, 7, 8)[-1:], names(ann, *cat)[-1], [], PAGE, medium=MEDIUM_DEVICE),
+    ]
+    assert len(index.stored[MEDIUM_DEVICE]) == 7
+
+
 def test_a_split_changes_nothing_and_an_eviction_removes_what_is_gone() -> None:
     driver = Driver()
     _, published = followed(driver.cache)
