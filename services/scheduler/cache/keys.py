@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.types import TokenIds
+    from common.types import RowImage, TokenIds
 
 TOKEN_BYTES = 4
 # With an adapter, the upper bits of the ids of a key are combined with bits of its digest. These repeat after
@@ -27,6 +27,27 @@ def adapter_tags(digest: str) -> TokenIds:
     number = int(digest, 16)
     tags = [(number >> (_TAG_BITS * i)) & ((1 << _TAG_BITS) - 1) for i in range(TAGGED_TOKENS)]
     return np.array(tags, np.int32) << ID_BITS
+
+
+def image_tags(token_ids: TokenIds, images: Sequence[RowImage], page_size: int) -> TokenIds:
+    """Return the upper bits of ids for the images of a prompt, [tokens of its pages] int32.
+
+    A page with texts and embeddings can have a single embedding, whose id has 31 bits only. There, the upper bits of
+    the texts' ids are combined with bits of the images' digests, so that all of a page's ids depend on them: of 16
+    tokens, 196 bits at least.
+    """
+    below = np.flatnonzero(token_ids < 0)
+    owners = np.repeat(np.arange(len(images)), [image.length for image in images])
+    tags = np.zeros((-(-len(token_ids) // page_size), page_size), np.int32)
+    counts = np.bincount(below // page_size, minlength=len(tags))
+    for page in np.flatnonzero((counts > 0) & (counts < page_size)):
+        start, end = np.searchsorted(below, (page * page_size, (page + 1) * page_size))
+        digests = b"".join(images[i].digest for i in np.unique(owners[start:end]))
+        words = np.frombuffer(shake_256(b"page" + digests).digest(4 * page_size), "<u4")
+        tags[page] = (words & ((1 << _TAG_BITS) - 1)) << ID_BITS
+    flat = tags.reshape(-1)
+    flat[below] = 0
+    return flat
 
 
 def tagged(token_ids: TokenIds, tags: TokenIds) -> TokenIds:

@@ -23,7 +23,7 @@ from common.prompt_limits import check_prompt_logprobs
 from common.room import SharedRoom
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject, pixel_bytes
-from services.scheduler.cache.keys import adapter_tags
+from services.scheduler.cache.keys import adapter_tags, image_tags
 from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.drafts import DraftSources
@@ -313,6 +313,7 @@ class SchedulerCore:
         sequence = Sequence(request, index, handle, sampling, initial_ids(request), limit, now, leader)
         if request.images:
             sequence.image_spans = image_spans(request.token_ids, request.images)
+            sequence.image_tags = image_tags(request.token_ids, request.images, self.config.page_size)
         if options.prompt_logprobs is not None and leader is None:
             sequence.scoring = PromptScoring(options.prompt_logprobs, request.token_ids)
         return sequence

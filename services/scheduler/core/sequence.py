@@ -132,6 +132,8 @@ class Sequence:
     scoring: PromptScoring | None = None
     # Positions of the first and after the last embedding of each image of its prompt.
     image_spans: tuple[tuple[int, int], ...] = ()
+    # Of these images in keys of the cache, see `image_tags`; None: it has none.
+    image_tags: TokenIds | None = None
     # Tokens drafted from its request's prediction.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -157,7 +159,13 @@ class Sequence:
         return pixel_bytes(self.request.images)
 
     def key_of(self, token_ids: TokenIds) -> TokenIds:
-        """Return the ids by which the cache knows tokens of this sequence: an adapter shares no KV with others."""
+        """Return the ids by which the cache knows the first tokens of this sequence.
+
+        An adapter shares no KV with others, and neither do images on the pages on which they begin and end.
+        """
+        if self.image_tags is not None:
+            tags = self.image_tags[: len(token_ids)]
+            token_ids = np.concatenate([token_ids[: len(tags)] ^ tags, token_ids[len(tags) :]])
         return token_ids if self.adapter is None else tagged(token_ids, self.adapter.tags)
 
     @property

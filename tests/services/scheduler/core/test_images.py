@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ import pytest
 from common.images import image_ids, image_spans
 from common.prompt_logprobs import PromptLogprobs
 from common.types import ErrorCode, RequestId, Resume, RowImage
-from services.scheduler.cache.keys import TAGGED_TOKENS, adapter_tags, plain_ids, tagged, text_ids
+from services.scheduler.cache.keys import TAGGED_TOKENS, adapter_tags, image_tags, plain_ids, tagged, text_ids
 from services.scheduler.core import planner
 from services.scheduler.core.drafts import repetition
+from services.scheduler.core.sequence import Sequence, SequenceAdapter
 from services.scheduler.core.step_limits import VisionLimits
 from tests.services.scheduler.core.harness import Harness, make_request, with_options
 
@@ -134,6 +136,48 @@ def test_keys_with_adapters_differ_in_every_page_and_keep_images_apart() -> None
     for key in keys:
         assert plain_ids(key)[:TAGGED_TOKENS].tolist() == list(range(TAGGED_TOKENS))
         assert text_ids(key).tolist() == list(range(TAGGED_TOKENS))
+
+
+@functools.cache
+def alike() -> tuple[bytes, bytes]:
+    """Return digests of images whose first ids are equal, which have 31 bits."""
+    found: dict[int, bytes] = {}
+    for number in range(1 << 20):
+        digest = sha256(number.to_bytes(4, "big")).digest()
+        first = int(image_ids(digest, 1)[0])
+        if first in found:
+            return found[first], digest
+        found[first] = digest
+    raise AssertionError("among so many, two are alike")
+
+
+@pytest.mark.parametrize("before", [3, 7])
+@pytest.mark.parametrize("adapter", [None, "f" * 64])
+def test_all_ids_of_an_images_pages_depend_on_it(before: int, adapter: str | None) -> None:
+    text = list(range(1, before + 1))
+    keys = []
+    for digest in (*alike(), alike()[0]):
+        request = ask("name", text, (digest, 8), TEXT)
+        sequence = Sequence(request, 0, 1, request.options.sampling, request.token_ids, 100, 0.0)
+        sequence.image_tags = image_tags(request.token_ids, request.images, 4)
+        if adapter:
+            sequence.adapter = SequenceAdapter(adapter, adapter_tags(adapter))
+        keys.append(sequence.key_of(np.append(request.token_ids, [5, 6]).astype(np.int32)))
+        assert text_ids(keys[-1].tobytes()).tolist() == [*text, *TEXT, 5, 6]
+    one, other, again = keys
+    assert (one == again).all()
+    # The page before the image, its first id, in which the two are alike, and the page after it.
+    assert np.flatnonzero(one == other).tolist() == [*range(before - 3), before, *range(before + 9, before + 13)]
+
+
+def test_a_page_on_which_an_image_begins_serves_no_other_image() -> None:
+    harness = Harness()
+    one, other = alike()
+    serve(harness, ask("one", TEXT, (one, 9), [14, 15]))
+    before = len(harness.plans)
+    serve(harness, ask("other", TEXT, (other, 9), [14, 15]))
+    assert not [change for plan in harness.plans[before:] for change in plan.replacements]
+    assert serve(harness, ask("again", TEXT, (other, 9), [14, 15])).computed_tokens == 12
 
 
 def test_an_image_is_not_drafted() -> None:
