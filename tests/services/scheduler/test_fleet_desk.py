@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.fleet.names import routing_digest
 from common.fleet.state import PromotionRules
-from common.types import Subject, View
+from common.images import image_ids
+from common.types import RowImage, Subject, View
+from services.scheduler.cache.keys import image_tags
 from services.scheduler.cache.sharing.fleet import rungs
 from services.scheduler.fleet_desk import LEASE_EPOCHS
 from tests.fakes.redis_process import temporary_redis
@@ -18,6 +21,7 @@ from tests.services.scheduler.fleet import Group, Groups, groups_at
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.types import TokenIds
     from tests.fakes.redis_process import RedisProcess
 
 # Longer than the first tokens by which prompts are routed; a multiple of the pages at which evidence is counted.
@@ -28,6 +32,11 @@ SYSTEM = list(range(1, 81))
 def running_server() -> Iterator[RedisProcess]:
     with temporary_redis() as process:
         yield process
+
+
+def tagged_by_images(ids: TokenIds, images: list[RowImage]) -> TokenIds:
+    tags = image_tags(ids, images, page_size=2)[: len(ids)]
+    return ids ^ tags
 
 
 async def settle(groups: Groups) -> None:
@@ -76,6 +85,23 @@ async def test_only_the_prefix_that_they_have_in_common_is_shared(server: RedisP
         await settle(groups)
         assert [group.driver.tenants for group in groups] == [[SYSTEM]] * 3
         check(groups)
+
+
+@pytest.mark.parametrize("before", [7, 71])
+async def test_tokenizers_find_prompts_with_images_that_are_shared(server: RedisProcess, before: int) -> None:
+    image = RowImage(bytes(32), before, 80, (1, 1), None)
+    ids = int32([*SYSTEM[:before], *image_ids(image.digest, image.length), 5, 6, 7])
+    key = tagged_by_images(ids, [image]).tolist()
+    assert key != ids.tolist()
+    async with groups_at(server.url, 3) as groups:
+        digest = routing_digest(ids)
+        assert digest is not None
+        name = groups[0].keys.routing(("tenant",), digest)
+        await spread(groups, ANN, BOB, text=key[:80])
+        assert await groups[0].state.look_up([name]) == set()
+        groups[2].driver.serve(CID, key)
+        await settle(groups)
+        assert await groups[0].state.look_up([name]) == {name}
 
 
 async def test_evidence_expires(server: RedisProcess) -> None:

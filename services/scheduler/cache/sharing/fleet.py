@@ -18,7 +18,7 @@ import numpy as np
 
 from common.fleet.names import PREFIX_TOKENS, routing_digest
 from common.types import Sharing
-from services.scheduler.cache.keys import chain_hashes
+from services.scheduler.cache.keys import chain_hashes, plain_ids
 from services.scheduler.cache.node import Quarantine
 from services.scheduler.cache.sharing.counters import WindowCounts
 from services.scheduler.cache.types import CacheEventKind, NodeState
@@ -528,4 +528,9 @@ class FleetFollower:
 
 
 def _routing(key: bytes) -> bytes | None:
-    return routing_digest(np.frombuffer(key, "<i4"))
+    """Return the digest by which tokenizers know the prompts that begin with a key, as these hash ids without tags.
+
+    An adapter's tags stay where the prompt does not begin with an image: the base model's prompts differ by them.
+    """
+    ids = np.frombuffer(key, "<i4")
+    return routing_digest(plain_ids(key) if (ids[:PREFIX_TOKENS] < 0).any() else ids)
