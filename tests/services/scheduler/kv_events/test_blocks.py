@@ -66,6 +66,12 @@ def test_blocks_with_images_have_names_of_their_own() -> None:
         BlockStored(names(ann, *cat, 7, 8)[-1:], names(ann, *cat)[-1], [], PAGE, medium=MEDIUM_DEVICE),
     ]
     assert len(index.stored[MEDIUM_DEVICE]) == 7
+    # Two questions after the same image: the node that is divided has no text.
+    for prompt in ([-2, -3, 5, 6], [-2, -3, 7, 8]):
+        driver.serve(ANN, prompt)
+    assert published[-1] == BlockStored(
+        names(ann, -2, -3, 7, 8)[1:], names(ann, -2, -3)[0], [], PAGE, medium=MEDIUM_DEVICE
+    )
 
 
 def test_a_split_changes_nothing_and_an_eviction_removes_what_is_gone() -> None:
