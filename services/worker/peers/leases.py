@@ -10,6 +10,9 @@ late copies harmless is that a reader may use what it has copied only once a res
 the response comes only if the lease has held ever since the copy was permitted, and the pages with it. A copy after the
 end of the lease reads bytes that its reader throws away, and writes nothing here. Before the memory itself is freed,
 its readers are asked to unmap it; see `Borrowers`.
+
+A scheduler that has not heard of a grant in time ends the lease, and the grant may arrive after that. It is refused, as
+the pages may hold something else by then; so leases that have ended are remembered.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from services.worker.engine.parallel.shards import Span
 
 LEASE_BYTES = 16
+# Names of ended leases that are remembered: many more than end in the seconds for which a grant may be delayed.
+ENDED_LEASES = 4096
 # Bytes of a message with pages: far below gRPC's limit, and enough to hide the cost of a message.
 MESSAGE_BYTES = 4 << 20
 # Longest time for a report of a reader that copies pages itself, and the wait for its copies if it reports no more.
@@ -89,6 +94,8 @@ class PageLeases:
         self._find_pages = pages
         self._linger_s = linger_s
         self._leases: dict[bytes, _Lease] = {}
+        # In the order in which they ended.
+        self._ended: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         """Return the number of open leases."""
@@ -99,7 +106,10 @@ class PageLeases:
 
         Raises:
             InvalidRequestError: the lease's name is invalid, or this rank has no such pages.
+            PermissionDeniedError: the lease has ended.
         """
+        if lease in self._ended:
+            raise PermissionDeniedError("the lease has ended")
         if len(lease) != LEASE_BYTES:
             raise InvalidRequestError(f"a lease's name has {LEASE_BYTES} bytes", param="lease")
         if self._find_pages() is None:
@@ -107,7 +117,8 @@ class PageLeases:
         self._leases.setdefault(lease, _Lease()).pages.update(pages)
 
     async def revoke(self, lease: bytes) -> None:
-        """End a lease; once this has returned, none of its pages is read any more."""
+        """End a lease, even before its grant arrives; once this has returned, none of its pages is read any more."""
+        self._remember_ended(lease)
         ended = self._leases.get(lease)
         if ended is None:
             return
@@ -119,7 +130,8 @@ class PageLeases:
 
     def revoke_all(self) -> None:
         """End all leases, as the stream of plans has ended; readers notice before they use what they have read."""
-        for lease in self._leases.values():
+        for name, lease in self._leases.items():
+            self._remember_ended(name)
             lease.has_ended = True
         self._leases.clear()
 
@@ -212,6 +224,11 @@ class PageLeases:
         if report is None or not read < report <= permitted:
             raise InvalidRequestError("the reader does not report what it has read")
         return report
+
+    def _remember_ended(self, lease: bytes) -> None:
+        self._ended[lease] = None
+        if len(self._ended) > ENDED_LEASES:
+            del self._ended[next(iter(self._ended))]
 
     def _find(self, lease: bytes, pages: Sequence[int]) -> tuple[_Lease, DevicePageBytes]:
         held, source = self._leases.get(lease), self._find_pages()
