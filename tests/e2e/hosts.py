@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -13,8 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.e2e.delayed_link import TUN, delayed_link
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+# Interfaces of a namespace that was taken away may stay for a moment, so names are not used again.
+_TAGS = (f"p{os.getpid() % 100_000}x{number}" for number in itertools.count())
 
 
 class NoHostsError(Exception):
@@ -67,7 +74,7 @@ def hosts(count: int, megabits: int | None = None, delay_ms: int = 0) -> Iterato
     if not all(map(shutil.which, needed)) or os.geteuid() != 0:
         raise NoHostsError(f"network namespaces take root and the commands {', '.join(needed)}")
     # Names and addresses of this process, as several may run here.
-    tag, net = f"p{os.getpid() % 100_000}", f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
+    tag, net = next(_TAGS), f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
     with ExitStack() as stack:
         bridge = f"{tag}br"
         _make(stack, ("link", "add", bridge, "type", "bridge"), ("link", "del", bridge))
@@ -77,15 +84,38 @@ def hosts(count: int, megabits: int | None = None, delay_ms: int = 0) -> Iterato
         for number in range(2, count + 2):
             name, inner, outer = f"{tag}n{number}", f"{tag}i{number}", f"{tag}o{number}"
             _make(stack, ("netns", "add", name), ("netns", "del", name))
-            _run("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
+            delays = bool(delay_ms) and _has_netem(name)
+            if delay_ms and not delays:
+                _delay_by_hand(stack, outer, inner, name, delay_ms)
+            else:
+                _run("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
             _run("link", "set", outer, "master", bridge, "up")
             for command in (("addr", "add", f"{net}.{number}/24", "dev", inner), ("link", "set", inner, "up")):
                 _run("-n", name, *command)
             _run("-n", name, "link", "set", "lo", "up")
-            _slow_down((), outer, megabits, delay_ms)
-            _slow_down(("-n", name), inner, megabits, delay_ms)
+            for namespace, device in (((), outer), (("-n", name), inner)):
+                _slow_down(namespace, device, megabits, delay_ms if delays else 0)
             made.append(Host(name, f"{net}.{number}", inner))
         yield made
+
+
+def _has_netem(namespace: str) -> bool:
+    """Whether the kernel delays packets (CONFIG_NET_SCH_NETEM); tried at an interface that nothing uses yet."""
+    try:
+        _run("-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms", tool="tc")
+    except NoHostsError:
+        return False
+    _run("-n", namespace, "qdisc", "del", "dev", "lo", "root", tool="tc")
+    return True
+
+
+def _delay_by_hand(stack: ExitStack, outer: str, inner: str, namespace: str, delay_ms: int) -> None:
+    """Join a namespace to this one by a link that this process delays."""
+    try:
+        stack.enter_context(delayed_link(outer, inner, delay_ms / 1000))
+    except OSError as error:
+        raise NoHostsError(f"delays take a kernel with netem (CONFIG_NET_SCH_NETEM), or {TUN}: {error}") from error
+    _run("link", "set", inner, "netns", namespace)
 
 
 def _slow_down(namespace: Sequence[str], device: str, megabits: int | None, delay_ms: int) -> None:
@@ -93,10 +123,7 @@ def _slow_down(namespace: Sequence[str], device: str, megabits: int | None, dela
     parent: tuple[str, ...] = ("root",)
     if delay_ms:
         delay = ("netem", "delay", f"{delay_ms}ms", "limit", "10000")
-        try:
-            _run(*namespace, "qdisc", "add", "dev", device, *parent, "handle", "1:", *delay, tool="tc")
-        except NoHostsError as error:
-            raise NoHostsError(f"delays take a kernel with netem (CONFIG_NET_SCH_NETEM): {error}") from error
+        _run(*namespace, "qdisc", "add", "dev", device, *parent, "handle", "1:", *delay, tool="tc")
         parent = ("parent", "1:1")
     if megabits is not None:
         rate = ("tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
