@@ -157,7 +157,7 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
 
     Raises:
         ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, tokenizers or
-            detokenizers, or models conflict with each other.
+            detokenizers, groups cannot work with each other, or models conflict with each other.
     """
     if replicas.encoders < 0:
         raise ConfigurationError(f"a scheduler group cannot have {replicas.encoders} encoders")
@@ -181,6 +181,7 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
     deployed = deploy_models(settings, ranks)
     for model in deployed:
         check_data_parallel(model, replicas)
+        check_stages(model, replicas)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     at_once = max if takes_turns else sum
     total = at_once(sum(replicas.ranks_of(model)) + replicas.total_encoders for model in deployed)
@@ -204,6 +205,18 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
     )
     models = {each.model.name: each.model.prefix for each in placed}
     return Layout(services, url, settings.gateway.default_model or next(iter(models)), models, probe_url)
+
+
+def check_stages(model: DeployedModel, replicas: Replicas) -> None:
+    """Raise ConfigurationError if groups of stages cannot read the pages of those that prefill for them."""
+    if GroupRole.PREFILL not in replicas.roles or model.settings.scheduler.pipeline_parallel == 1:
+        return
+    if len(sizes := set(replicas.ranks_of(model))) > 1:
+        ranks = " and ".join(map(str, sorted(sizes)))
+        raise ConfigurationError(
+            f"groups of pipeline stages can only read pages of groups with as many ranks, not {ranks}: give all roles "
+            "the same number of ranks, as in --roles prefill=1x2,decode=1x2, or leave out --pp"
+        )
 
 
 def check_data_parallel(model: DeployedModel, replicas: Replicas) -> None:

@@ -165,9 +165,20 @@ def test_groups_of_other_sizes_have_workers_of_their_own() -> None:
 
 def test_ranks_of_groups_count_per_stage() -> None:
     settings = settings_with(scheduler={"host_tier": HostTierSettings(pages=8), "pipeline_parallel": 2})
-    layout = plan_layout(settings, RUN, 1, Replicas(groups=read_roles("prefill=1x2,decode=1")))
+    layout = plan_layout(settings, RUN, 1, Replicas(groups=read_roles("both=1x2,decode=1")))
     schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
     assert [len(each.workers) for each in schedulers] == [4, 2]
+
+
+@pytest.mark.parametrize("roles", ["prefill=1x2,decode=1", "prefill=1,both=1x2"])
+def test_groups_of_stages_that_prefill_for_ones_of_other_sizes_are_refused(roles: str) -> None:
+    """Their pages could never be read, so each prompt would be computed where it is decoded, with a warning."""
+    settings = settings_with(scheduler={"host_tier": HostTierSettings(pages=8), "pipeline_parallel": 2})
+    with pytest.raises(ConfigurationError, match="as many ranks, not 2 and 4"):
+        plan_layout(settings, RUN, 1, Replicas(groups=read_roles(roles)))
+    layout = plan_layout(settings, RUN, 2, Replicas(groups=read_roles("prefill=1x2,decode=1")))
+    schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
+    assert [len(each.workers) for each in schedulers] == [4, 4]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
