@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
@@ -56,13 +57,13 @@ class PlanTurns(Generic[Wrapper]):
         self, make: Callable[[], Wrapper], device: torch.device, make_event: Callable[[torch.device], Event] = event_on
     ) -> None:
         """Take turns with what `make` returns, on `device`."""
-        self._turns = [_Turn(make(), make_event(device)) for _ in range(_TURNS)]
+        self._turns = deque(_Turn(make(), make_event(device)) for _ in range(_TURNS))
 
     def plan(self, run: Callable[[Wrapper], object]) -> Wrapper:
         """Plan with `run` by the wrapper whose turn it is, and return that; wait if its last plan is still needed."""
-        turn = self._turns.pop(0)
+        turn = self._turns[0]
         turn.has_copied.synchronize()
         run(turn.wrapper)
         turn.has_copied.record()
-        self._turns.append(turn)
+        self._turns.rotate(-1)
         return turn.wrapper
