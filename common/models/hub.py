@@ -11,7 +11,6 @@ import glob
 import hashlib
 import os
 import re
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -36,6 +35,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progress_bars
 
 from common.errors import ConfigurationError
+from common.models.disk import check_space
 from common.models.files import ModelFiles, ModelKind
 from common.models.hub_errors import FAILURES, explain, is_unreachable
 from common.models.selection import (
@@ -217,7 +217,7 @@ class _Download:
         large = [_Blob(self._folder, name, entry) for name in missing if (entry := wanted[name]).lfs is not None]
         small = [name for name in missing if wanted[name].lfs is None]
         needed = sum(wanted[name].size for name in small) + sum(blob.missing_bytes() for blob in large)
-        _check_space(self._given, self._cache, needed)
+        check_space(str(self._given), self._cache, needed)
         self._report.begin(str(self._given), len(wanted), total)
         try:
             self._report.advance(total - sum(wanted[name].size for name in missing))
@@ -353,16 +353,6 @@ def _locked(path: Path, stop: threading.Event) -> Iterator[None]:
                 if stop.is_set():
                     raise ConfigurationError("the download was stopped") from None
         yield
-
-
-def _check_space(reference: HubReference, cache: Path, needed: int) -> None:
-    existing = next(path for path in (cache, *cache.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise ConfigurationError(
-            f"model {reference}: {needed / 1e9:.1f} GB are to be downloaded, and {cache} has {free / 1e9:.1f} GB free; "
-            "delete models (`pando models list`, `pando models remove NAME`), or set HF_HOME to a larger disk"
-        )
 
 
 def _size_of(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import httpx2
@@ -21,6 +21,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     RevisionResolutionError,
 )
+
+from common.models.disk import explain_disk
 
 if TYPE_CHECKING:
     from common.models.references import HubReference
@@ -65,15 +67,11 @@ def explain(error: BaseException, reference: HubReference) -> str:
             problem = f"not a valid name on the hub: {_first_line(cause)}"
         case FileMetadataError():
             problem = f"{constants.ENDPOINT} does not answer as a hub does; check HF_ENDPOINT and proxies"
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            problem = (
-                f"the disk of the cache ({cache}) is full; delete models (`pando models list`, `pando models remove "
-                "NAME`), or set HF_HOME to a larger disk; the next download continues where this one stopped"
-            )
-        case PermissionError() | OSError(errno=errno.EROFS):
-            problem = f"the cache cannot be written ({_first_line(cause)}); set HF_HOME to a directory of yours"
         case _:
-            problem = f"the download failed: {_first_line(cause)}; run the command again, it continues"
+            problem = (
+                explain_disk(cause, Path(cache))
+                or f"the download failed: {_first_line(cause)}; run the command again, it continues"
+            )
     return f"model {reference}: {problem}"
 
 

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
+from common.models.disk import check_space, explain_disk
 from common.models.files import ModelFiles, ModelKind
 from common.models.selection import Selection, is_inside, select_files, shards_of
 
@@ -85,15 +86,15 @@ def fetch(
     if not entries:
         raise ConfigurationError(f"model {reference}: there are no objects below {reference.uri}/")
     version = folder / _digest(entries) / reference.name
-    version.mkdir(parents=True, exist_ok=True)
     download = _Download(reference, filesystem, entries, version, report)
     try:
+        version.mkdir(parents=True, exist_ok=True)
         files = download.run(weights=weights, choose=choose)
+        _write(folder / _CURRENT, version.relative_to(folder).as_posix())
     except ConfigurationError:
         raise
     except Exception as error:
         raise ConfigurationError(f"model {reference}: {_explain(error)}") from error
-    _write(folder / _CURRENT, version.relative_to(folder).as_posix())
     return files
 
 
@@ -220,13 +221,7 @@ class _Download:
             return
         total = sum(self._entries[name]["size"] for name in names)
         needed = sum(self._entries[name]["size"] - _size_of(self._partial(name)) for name in missing)
-        free = shutil.disk_usage(self._version).free
-        if needed > free:
-            raise ConfigurationError(
-                f"model {self._reference}: {needed / 1e9:.1f} GB are to be downloaded, and {self._version} has "
-                f"{free / 1e9:.1f} GB free; delete models (`pando models list`, `pando models remove NAME`), or set "
-                "HF_HOME to a larger disk"
-            )
+        check_space(str(self._reference), self._version, needed)
         self._report.begin(str(self._reference), len(names), total)
         try:
             self._report.advance(total - needed)
@@ -266,12 +261,17 @@ def _size_of(path: Path) -> int:
 
 
 def _write(path: Path, text: str) -> None:
+    # A complete model needs no room.
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 def _explain(error: Exception) -> str:
+    if (problem := explain_disk(error, cache_root())) is not None:
+        return problem
     if isinstance(error, FileNotFoundError):
         return f"there is no such bucket or prefix ({error})"
     if isinstance(error, PermissionError) or "credentials" in str(error).lower():

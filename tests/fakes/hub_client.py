@@ -46,6 +46,11 @@ class HubClient:
         arguments = (reference, str(int(weights)), *tensors)
         return ForkedProgram("tests.fakes.hub_client", arguments, self.environment(**changes))
 
+    def resolve_on_full_disk(self, reference: str, room: int) -> dict[str, Any]:
+        """Resolve `reference` where the cache's disk has room for `room` bytes more than a look at it tells."""
+        arguments = (str(room), reference, "1")
+        return result_of(ForkedProgram("tests.fakes.full_disk", arguments, self.environment()))
+
     def resolve(
         self, reference: str, *, weights: bool = True, tensors: Sequence[str] = (), **changes: str
     ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from common.errors import ConfigurationError
 from common.models import ModelKind, object_store, pin, resolve_model
 from common.models.progress import DownloadState, PeriodicReport
 from common.models.references import ObjectReference, default_name, parse_object_reference
+from tests.fakes.full_disk import filling_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -253,3 +254,41 @@ def test_cached_prefixes_are_listed_and_removed() -> None:
     assert object_store.cached_prefixes() == {}
     with pytest.raises(ConfigurationError, match="not in the cache"):
         object_store.remove(reference)
+
+
+def test_what_is_written_when_the_disk_is_full_is_kept_and_the_rest_read_once_there_is_room(tmp_path: Path) -> None:
+    name, cache = next(iter(SHARDS)), object_store.cache_root()
+    room = sum(len(content) for file, content in OBJECTS.items() if file not in (*SHARDS, "pytorch_model.bin"))
+    with filling_disk(tmp_path, room + 30_000), pytest.raises(ConfigurationError) as refused:
+        resolve_model(ADDRESS, choose=lambda tensors: [tensor for tensor in tensors if tensor == "w0"])
+    assert str(refused.value) == (
+        f"model {ADDRESS}: the disk of the cache ({cache}) is full; delete models (`pando models list`, `pando models "
+        "remove NAME`), or set HF_HOME to a larger disk; the next download continues where this one stopped"
+    )
+    [partial] = tmp_path.rglob("incomplete/*.safetensors")
+    written = partial.stat().st_size
+    # The small files are read at the same time.
+    assert 30_000 <= written <= room + 30_000
+    assert partial.read_bytes() == SHARDS[name][:written]
+    Store.reads.clear()
+    found = resolve_model(ADDRESS)
+    for shard, content in SHARDS.items():
+        assert (found.path / shard).read_bytes() == content
+    assert min(start for read, start in Store.reads if read == name) == written
+
+
+def test_a_model_that_is_in_the_cache_needs_no_room(tmp_path: Path) -> None:
+    path = resolve_model(ADDRESS).path
+    with filling_disk(tmp_path, 0):
+        assert resolve_model(ADDRESS).path == path
+
+
+def test_a_cache_that_cannot_be_written_does_not_blame_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(
+        ConfigurationError, match=r"the cache cannot be written \(.*set HF_HOME to a directory of yours"
+    ):
+        resolve_model(ADDRESS)
