@@ -156,8 +156,19 @@ STORAGE_MISSES = Gauge(
 PREFILL_LEASES = Gauge("pando_scheduler_prefill_leases", "Prompts whose pages other groups may read now.")
 REMOTE_PREFILLS_TOTAL = Counter(
     "pando_scheduler_remote_prefills_total",
-    "Prompts that another group was asked to compute (asked), and those computed here after all (failed).",
+    "Prompts that another group was asked to compute (asked), those whose missing pages have all arrived (fetched), and"
+    " those computed here after all (failed).",
     ["outcome"],
+)
+REMOTE_PREFILL_TRANSFER_SECONDS_TOTAL = Counter(
+    "pando_scheduler_remote_prefill_transfer_seconds_total",
+    "Time from the start of transfers of fetched prompts' pages to their acknowledgement, added up over transfers; a"
+    " prompt has one at a time.",
+)
+REMOTE_PREFILL_EXPOSED_SECONDS_TOTAL = Counter(
+    "pando_scheduler_remote_prefill_exposed_seconds_total",
+    "Time in which fetched prompts that the other group had computed waited for their last page. The share of the"
+    " transfers' time that is hidden behind the computation is one minus this time divided by that of the transfers.",
 )
 TRANSFERS_TOTAL = Counter(
     "pando_scheduler_transfers_total", "Transfers between the tiers that all ranks have finished.", ["direction"]

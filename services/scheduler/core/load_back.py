@@ -189,8 +189,10 @@ class LoadBack:
 
     def finish(self, ack: TransferAck, now: float) -> None:
         """Record that all ranks have finished a transfer."""
-        transfer = self.host.finish(ack)
         started_at = self._started_at.pop(ack.transfer_id, None)
+        if started_at is not None:
+            self.host.peers.note_times(ack.transfer_id, started_at, now)
+        transfer = self.host.finish(ack)
         if transfer is None or started_at is None:
             return
         moved = self.moved.get(transfer.direction, Moved())

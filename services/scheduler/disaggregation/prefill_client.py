@@ -151,10 +151,14 @@ class PrefillClient:
             fetch.found_tokens = message.cached_tokens
             fetch.offer(message.workers, message.lease, message.device_pages)
             if message.is_last:
-                fetch.is_complete = True
+                fetch.complete(self._loop.now)
             self._loop.wake()
         while not fetch.is_done:  # noqa: ASYNC110  (the core cannot notify)
             await asyncio.sleep(WATCH_S)
+        if fetch.has_arrived:
+            metrics.REMOTE_PREFILLS_TOTAL.labels("fetched").inc()
+            metrics.REMOTE_PREFILL_TRANSFER_SECONDS_TOTAL.inc(fetch.transfer_s)
+            metrics.REMOTE_PREFILL_EXPOSED_SECONDS_TOTAL.inc(fetch.exposed_s)
 
     def _patience_s(self, core: SchedulerCore) -> float:
         loads = core.memory.loads

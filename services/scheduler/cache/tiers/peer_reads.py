@@ -15,7 +15,7 @@ from services.scheduler.cache.tree import Reach
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.transfers import Transfer, TransferAck
+    from common.transfers import Transfer, TransferAck, TransferId
     from common.types import TokenIds
     from services.scheduler.cache.node import Account
     from services.scheduler.cache.store import NodeStore
@@ -47,6 +47,25 @@ class PeerFetch:
     # Nothing more will be offered.
     is_complete: bool = False
     is_transferring: bool = False
+    # It was stopped before all of its pages had arrived.
+    is_cut: bool = False
+    # Seconds in which its pages were in transfer, one transfer after the other.
+    transfer_s: float = 0.0
+    # By the scheduler's clock: when the peer had computed the prompt, and when the last page arrived.
+    computed_at: float | None = None
+    arrived_at: float | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all pages that the view lacked at the beginning have arrived."""
+        return not self.is_cut and self.position == self.end
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds between the computation of the prompt and the arrival of its last page; 0 if it arrived before."""
+        if self.computed_at is None or self.arrived_at is None:
+            return 0.0
+        return max(0.0, self.arrived_at - self.computed_at)
 
     @property
     def is_done(self) -> bool:
@@ -68,8 +87,19 @@ class PeerFetch:
         self.workers, self.lease = tuple(workers), lease
         self.offered.extend(pages)
 
+    def complete(self, now: float) -> None:
+        """Record that the peer has computed the prompt, and has offered all pages of it."""
+        self.is_complete = True
+        self.computed_at = now
+
+    def note_transfer(self, started_at: float, now: float) -> None:
+        """Add the time of a transfer that has ended."""
+        self.transfer_s += now - started_at
+        self.arrived_at = now
+
     def stop(self) -> None:
         """Request nothing more; a transfer in progress continues."""
+        self.is_cut = self.is_cut or self.position < self.end
         self.is_complete = True
         self.end = self.requested
 
@@ -132,6 +162,12 @@ class PeerReads:
                     yield transfer
             if fetch.is_done:
                 self._fetches.pop(fetch, None)
+
+    def note_times(self, transfer_id: TransferId, started_at: float, now: float) -> None:
+        """Record when a transfer was started, and that it ends now, if it is one from a peer; call `finish` next."""
+        opened = self._ledger.get(transfer_id)
+        if opened is not None and opened in self._open:
+            self._open[opened].note_transfer(started_at, now)
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
         """Attach the pages that arrived; return their number."""
