@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError
-from deploy.evaluation.bench.results import current_commit, read_results, write_results
+from deploy.evaluation.bench.results import current_commit, read_results, rounded, write_results
+from deploy.evaluation.experiments.remote_prefills import RemotePrefills, read_remote_prefills
+from deploy.supervisor.layout import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 SHAPES = "deploy/evaluation/shapes"
 DUMMY = ("model.load_format=dummy", "model.max_context=4096", "scheduler.max_rows=256")
@@ -52,6 +54,8 @@ class TablePart:
         if self.shape is None:
             return nullcontext()
         settings = (f"model.reference={SHAPES}/{self.shape}", *self.settings)
+        if self.roles is not None:
+            settings += (f"scheduler.metrics_port={free_port('127.0.0.1')}",)
         return LaunchedDeployment(None, settings, ranks=self.ranks, roles=self.roles)
 
 
@@ -160,14 +164,17 @@ def measure(
     """
     with part.deployment() as deployment:
         url, environment = (deployment.url, deployment.environment) if deployment else ("", None)
+        remote_prefills = _reader_of(deployment)
         for load in part.loads:
             if time.monotonic() > deadline:
                 raise OutOfTimeError
             with tempfile.TemporaryDirectory() as directory:
                 found = Path(directory) / "found.json"
                 command = load.format(url=url, tp=part.ranks, json=found)
+                before = remote_prefills()
                 code = subprocess.run(list(words(command)), check=False, env=environment).returncode
                 if results is not None and code == 0:
+                    add_figures(found, remote_prefills().since(before))
                     add(found, results, part, deployment.model if deployment else None, label)
             yield command, code
 
@@ -176,6 +183,25 @@ def words(command: str) -> Iterator[str]:
     """Split a load's command; our own programs are taken from this environment."""
     for word in shlex.split(command):
         yield from {"pando": (sys.executable, "-m", "deploy.cli"), "python": (sys.executable,)}.get(word, (word,))
+
+
+def _reader_of(deployment: LaunchedDeployment | None) -> Callable[[], RemotePrefills]:
+    """Return a function that counts a deployment's remote prefills, by the metrics of its schedulers if it has any."""
+    first = deployment.settings.scheduler.metrics_port if deployment else None
+    if deployment is None or not first:
+        return RemotePrefills
+    schedulers = sum(name.startswith("scheduler") for name in deployment.process_ids)
+    return lambda: read_remote_prefills(range(first, first + schedulers))
+
+
+def add_figures(found: Path, prefills: RemotePrefills) -> None:
+    """Add to a load's results those of its prompts that other groups computed, with the ones of its warm-up."""
+    for result in read_results(found)[:1]:
+        figures = (
+            replace(result, metric=metric, value=rounded(value), unit=unit, low=None, high=None, repeats=None)
+            for metric, value, unit in prefills.figures()
+        )
+        write_results(found, figures)
 
 
 def add(found: Path, results: Path, part: TablePart, model: str | None, label: str | None) -> None:

@@ -10,7 +10,17 @@ import pytest
 
 from deploy.evaluation.bench.results import Result, read_results, write_results
 from deploy.evaluation.experiments import gpu_table
-from deploy.evaluation.experiments.gpu_table import PARTS, SHAPES, OutOfTimeError, TablePart, add, main, measure
+from deploy.evaluation.experiments.gpu_table import (
+    PARTS,
+    SHAPES,
+    OutOfTimeError,
+    TablePart,
+    add,
+    add_figures,
+    main,
+    measure,
+)
+from deploy.evaluation.experiments.remote_prefills import RemotePrefills, parse_remote_prefills
 
 OFFLINE = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
 RUNS = ((1.0, None), (2.0, "8/s"))
@@ -37,6 +47,52 @@ def test_results_of_a_second_run_are_kept_next_to_the_first(tmp_path: Path) -> N
         add(found, results, TablePart("small", ()), None, label)
     labels = [result.label for result in read_results(results)]
     assert sorted(labels, key=str) == ["8/s", "8/s, second run", None, "second run"]
+
+
+def test_a_load_s_figures_say_how_much_of_the_transfers_was_hidden(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    write_results(found, [Result("w1", "small", 1, "speed", 1.0, "tok/s", "pando bench", "abc", "2026-01-01", "8/s")])
+    before = parse_remote_prefills(metrics_text(asked=1, fetched=1, transfer_s=5.0, exposed_s=5.0, copied=0, copy_s=0))
+    after = parse_remote_prefills(metrics_text(asked=6, fetched=5, transfer_s=7.0, exposed_s=5.5, copied=3e9, copy_s=2))
+    add_figures(found, after.since(before) + RemotePrefills())
+    figures = {(result.metric, result.label): result.value for result in read_results(found)}
+    assert figures == {
+        ("speed", "8/s"): 1.0,
+        ("remote_prefills_asked", "8/s"): 5,
+        ("remote_prefills_fetched", "8/s"): 4,
+        ("remote_prefills_failed", "8/s"): 1,
+        ("transfer_mean", "8/s"): 500.0,
+        ("transfer_exposed_mean", "8/s"): 125.0,
+        ("transfer_hidden_share", "8/s"): 0.75,
+        ("transfer_rate", "8/s"): 1.5,
+    }
+
+
+def test_a_load_without_remote_prefills_has_no_such_figures(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    write_results(found, [Result("w1", "small", 1, "speed", 1.0, "tok/s", "pando bench", "abc", "2026-01-01")])
+    add_figures(found, RemotePrefills())
+    assert [result.metric for result in read_results(found)] == ["speed"]
+
+
+def metrics_text(
+    *, asked: float, fetched: float, transfer_s: float, exposed_s: float, copied: float, copy_s: float
+) -> str:
+    """Return what a scheduler exports that was asked for so many prompts, one of which fails if there are several."""
+    prefix = "pando_scheduler_"
+    return "".join(
+        f"{prefix}{name} {value}\n"
+        for name, value in (
+            ('remote_prefills_total{outcome="asked"}', asked),
+            ('remote_prefills_total{outcome="fetched"}', fetched),
+            ('remote_prefills_total{outcome="failed"}', int(asked > 1)),
+            ("remote_prefill_transfer_seconds_total", transfer_s),
+            ("remote_prefill_exposed_seconds_total", exposed_s),
+            ('transfer_bytes_total{direction="peer_to_host"}', copied),
+            ('transfer_bytes_total{direction="device_to_host"}', 123.0),
+            ('transfer_seconds_total{direction="peer_to_host"}', copy_s),
+        )
+    )
 
 
 def test_no_load_begins_after_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
