@@ -64,8 +64,6 @@ THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch
 # Near what a GPU can do, when requests happen to come decides how long they wait: they come alike in every run.
 POISSON_LOAD = "pando bench serve --url {url} --input-tokens %d --output-tokens 256 --warmup 16 --seed %d"
 ONLINE_LOAD = POISSON_LOAD % (1784, 1)
-# Two groups on a GPU each, by what they do with prompts; each load's labels name the layout.
-GROUP_LAYOUTS = {"two groups": "both=2", "prefill and decode": "prefill=1,decode=1"}
 # Tokens of the prompts, arrivals per second, and requests in about 25 s. Each load has a seed of its own, as prompts of
 # the same one would be cached.
 GROUP_LOADS = ((8192, 3, 75), (1784, 16, 400), (8192, 4.5, 110), (1784, 22, 540))
@@ -73,6 +71,51 @@ GROUPS = (
     "model.load_format=dummy", "model.max_context=16384", "scheduler.max_rows=256", "scheduler.max_step_tokens=8192",
     "scheduler.mixed_step_tokens=1024", "scheduler.host_tier.gigabytes=24",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Two groups on a GPU each, by what they do with prompts, and their loads; labels of results begin with `name`."""
+
+    name: str
+    roles: str
+    loads: tuple[tuple[int, float, int], ...] = GROUP_LOADS
+    settings: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> TablePart:
+        """The part of the table."""
+        loads = tuple(
+            f"{POISSON_LOAD % (tokens, seed)} --json {{json}} --rate {rate} --requests {requests}"
+            f" --label '{self.name}, {tokens:,} in, {rate} requests/s'"
+            for seed, (tokens, rate, requests) in enumerate(self.loads, 1)
+        )
+        name = self.name.replace(" ", "-").replace(",", "")
+        return TablePart(name, loads, "llama-3.1-8b", settings=GROUPS + self.settings, roles=self.roles)
+
+
+def _rising(tokens: int, *rates: float) -> tuple[tuple[int, float, int], ...]:
+    return tuple((tokens, rate, round(25 * rate)) for rate in rates)
+
+
+GROUP_LAYOUTS = (
+    GroupLayout("two groups", "both=2"),
+    GroupLayout("prefill and decode", "prefill=1,decode=1"),
+    # Up to the rates at which tokens come too late, with steps that suit each layout: larger ones delay tokens by more
+    # than 50 ms in groups that do both; and of a prompt that takes several, the first pages move during the next ones.
+    GroupLayout(
+        "two groups small steps",
+        "both=2",
+        _rising(8192, 4.5, 5.5, 6.5, 7.5) + _rising(1784, 22, 25, 28, 31),
+        ("scheduler.max_step_tokens=1024",),
+    ),
+    GroupLayout(
+        "prefill and decode small steps",
+        "prefill=1,decode=1",
+        _rising(8192, 3, 3.5, 4, 4.5) + _rising(1784, 16, 18, 20, 22),
+        ("scheduler.max_step_tokens=2048",),
+    ),
+)
 SHARES = "python -m deploy.evaluation.experiments.pipeline_shares --json {json}"
 STEPS = f"python -m deploy.evaluation.experiments.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
 PARTS = (
@@ -89,20 +132,7 @@ PARTS = (
         "llama-3.1-8b",
         settings=ONLINE,
     ),
-    *(
-        TablePart(
-            name.replace(" ", "-"),
-            tuple(
-                f"{POISSON_LOAD % (tokens, seed)} --json {{json}} --rate {rate} --requests {requests}"
-                f" --label '{name}, {tokens:,} in, {rate} requests/s'"
-                for seed, (tokens, rate, requests) in enumerate(GROUP_LOADS, 1)
-            ),
-            "llama-3.1-8b",
-            settings=GROUPS,
-            roles=roles,
-        )
-        for name, roles in GROUP_LAYOUTS.items()
-    ),
+    *(layout.part for layout in GROUP_LAYOUTS),
     TablePart("w1-shares", (f"{SHARES} --label w1 -- pando bench offline --no-cache",), "llama-3.1-8b"),
     TablePart(
         "steps", tuple(f"{STEPS % shape} --rows 1 64 256" for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b"))
