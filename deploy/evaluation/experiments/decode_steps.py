@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import shlex
 import socket
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -33,12 +30,13 @@ from torch.profiler import ProfilerActivity, profile
 from common.steps import EngineSpec, MicroBatch, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.experiments.formats import FORMATS, shape_in
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.autograd.profiler_util import FunctionEvent
 
@@ -47,33 +45,11 @@ PLANS = 8
 # Tokens of one pass of prompts.
 PASS_TOKENS = 8192
 NAMES = 12
-_INT8: Final = {"num_bits": 8, "type": "int", "symmetric": True}
 # Formats that a shape's own config.json does not name.
 SETTINGS: Final[dict[str, dict[str, str]]] = {
     "bfloat16": {},
     "fp8": {"quantization": "fp8"},
     "fp8-kv": {"kv_dtype": "fp8"},
-}
-# `quantization_config` of a config.json, by the format's name here.
-FORMATS: Final[dict[str, dict[str, Any]]] = {
-    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
-    "int8": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {
-            "group_0": {
-                "weights": {**_INT8, "strategy": "channel"},
-                "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
-            }
-        },
-    },
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-    "gptq-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
-    # As GGUF's Q8_0 is held.
-    "packed-8-32": {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False},
-    # As GGUF's Q4_K is held: 4 bits, groups of 32, scales and offsets.
-    "packed-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False},
 }
 
 
@@ -258,18 +234,6 @@ def run_ranks(arguments: argparse.Namespace, label: str | None = None) -> None:
     measure(arguments, 0, rendezvous, label)
     for other in others:
         other.join()
-
-
-@contextmanager
-def shape_in(shape: Path, name: str) -> Iterator[Path]:
-    """Give a directory with the config.json of `shape`, whose weights are in the format `name`."""
-    config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
-    with TemporaryDirectory(prefix="pando-shape-") as folder:
-        directory = Path(folder) / shape.name
-        directory.mkdir()
-        described = {**config, "quantization_config": FORMATS[name]}
-        (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
-        yield directory
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError
 from deploy.evaluation.bench.results import current_commit, read_results, rounded, write_results
+from deploy.evaluation.experiments.formats import FORMATS, shape_in
 from deploy.evaluation.experiments.remote_prefills import RemotePrefills, read_remote_prefills
 from deploy.supervisor.layout import free_port
 
@@ -48,15 +49,23 @@ class TablePart:
     ranks: int = 1
     settings: tuple[str, ...] = OFFLINE
     roles: str | None = None
+    weights: str | None = None
+    """Format of the weights, of `FORMATS`, if it is not what the shape says."""
 
-    def deployment(self) -> AbstractContextManager[LaunchedDeployment | None]:
-        """Return the deployment for the loads, not yet started."""
+    @contextmanager
+    def deployment(self) -> Iterator[LaunchedDeployment | None]:
+        """Give the deployment for the loads, which serves."""
         if self.shape is None:
-            return nullcontext()
-        settings = (f"model.reference={SHAPES}/{self.shape}", *self.settings)
-        if self.roles is not None:
-            settings += (f"scheduler.metrics_port={free_port('127.0.0.1')}",)
-        return LaunchedDeployment(None, settings, ranks=self.ranks, roles=self.roles)
+            yield None
+            return
+        with ExitStack() as stack:
+            shape = Path(SHAPES, self.shape)
+            if self.weights is not None:
+                shape = stack.enter_context(shape_in(shape, self.weights))
+            settings = (f"model.reference={shape}", *self.settings)
+            if self.roles is not None:
+                settings += (f"scheduler.metrics_port={free_port('127.0.0.1')}",)
+            yield stack.enter_context(LaunchedDeployment(None, settings, ranks=self.ranks, roles=self.roles))
 
 
 OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {json}"
@@ -141,6 +150,13 @@ PARTS = (
     TablePart("steps-tp4", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=4),
     *(
         TablePart(f"{shape}-fp8", tuple(f"{load} --label fp8" for load in THROUGHPUT), shape, settings=FP8)
+        for shape in ("llama-3.1-8b", "qwen3-14b")
+    ),
+    *(
+        TablePart(
+            f"{shape}-{weights}", tuple(f"{load} --label {weights}" for load in THROUGHPUT), shape, weights=weights
+        )
+        for weights in FORMATS
         for shape in ("llama-3.1-8b", "qwen3-14b")
     ),
     TablePart(
