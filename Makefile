@@ -106,7 +106,7 @@ clients: install-dev ## Install other people's clients (litellm, langchain, inst
 	@test -x .venv-clients/bin/python || "$(PYTHON)" -m venv .venv-clients
 	@.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet -r deploy/locks/clients.txt
 
-stores: install-dev ## Install the client of S3 and a server of its API for the tests that need them
+stores: install-dev ## Install the clients of S3 and Google Cloud Storage and servers of their APIs for the tests that need them
 	@test -x .venv-stores/bin/python || $(BIN)/python -m venv .venv-stores
 	@.venv-stores/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r deploy/locks/stores.txt
 	@$(BIN)/python -c $(PURELIB) >"$$(.venv-stores/bin/python -c $(PURELIB))/venv.pth"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -72,14 +74,14 @@ def fetch(
     if constants.HF_HUB_OFFLINE:
         return _cached(reference, folder, "HF_HUB_OFFLINE forbids a download", weights=weights, choose=choose)
     try:
-        filesystem, prefix = fsspec.url_to_fs(reference.uri)
+        filesystem, prefix = _open(reference.uri)
         entries = _listing(filesystem, prefix)
     except ImportError as error:
         raise ConfigurationError(
             f"model {reference}: {error}: pip install '.[object-stores]' in Pando's repository"
         ) from error
     except Exception as error:  # stores raise their own libraries' errors
-        if (folder / _CURRENT).is_file() and not isinstance(error, PermissionError):
+        if (folder / _CURRENT).is_file() and not _is_refusal(error):
             log.warning("model.store_unreachable", model=str(reference), error=str(error))
             return _cached(reference, folder, f"the store answered {error!r}", weights=weights, choose=choose)
         raise ConfigurationError(f"model {reference}: {_explain(error)}") from error
@@ -119,6 +121,17 @@ def cached_prefixes() -> dict[str, int]:
         address = json.loads((current.parent / "reference.json").read_text(encoding="utf-8"))
         found[address] = sum(path.stat().st_size for path in current.parent.rglob("*") if path.is_file())
     return found
+
+
+def _open(uri: str) -> tuple[Any, str]:
+    """Return the file system of an address, and the path of its prefix there."""
+    # Google's client logs what it raises, too, and for each file that it may not look up the kind of its bucket.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        # Its packages announce what versions of gRPC they will need some day.
+        warnings.simplefilter("ignore", FutureWarning)
+        filesystem, prefix = fsspec.url_to_fs(uri)
+    return filesystem, prefix
 
 
 def _listing(filesystem: Any, prefix: str) -> dict[str, dict[str, Any]]:
@@ -269,14 +282,26 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether the store knows the caller, but not the right to read, or does not know the caller."""
+    # gcsfs has no error of its own for 403, and raises one with a code for 401.
+    return (
+        isinstance(error, PermissionError)
+        or "credentials" in str(error).lower()
+        or str(error).startswith("Forbidden: ")
+        or getattr(error, "code", None) == 401
+    )
+
+
 def _explain(error: Exception) -> str:
     if (problem := explain_disk(error, cache_root())) is not None:
         return problem
     if isinstance(error, FileNotFoundError):
         return f"there is no such bucket or prefix ({error})"
-    if isinstance(error, PermissionError) or "credentials" in str(error).lower():
+    if _is_refusal(error):
+        problem = " ".join(str(error).split())
         return (
-            f"the store refuses access ({error}); check the credentials in the environment (AWS_ACCESS_KEY_ID, "
+            f"the store refuses access ({problem}); check the credentials in the environment (AWS_ACCESS_KEY_ID, "
             "AWS_PROFILE or GOOGLE_APPLICATION_CREDENTIALS, …) and their rights on the bucket"
         )
     return f"the store cannot be read: {type(error).__name__}: {error}"
