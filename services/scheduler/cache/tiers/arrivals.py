@@ -9,6 +9,8 @@ from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import PageIds
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Account, Node
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 class Arrivals:
     """Places for new nodes on the host, below the path that a view already has."""
 
-    def __init__(self, store: NodeStore) -> None:
+    def __init__(self, store: NodeStore, note: Callable[[Node], None] | None = None) -> None:
+        """`note` is called with each new node."""
         self._store = store
+        self._note = note
 
     def find(self, scope: Scope, key: PagedKey, position: int) -> Node | None:
         """Return the node in the view `scope` that ends at `position` pages of `key` and may get children, or None."""
@@ -54,6 +58,8 @@ class Arrivals:
             node.creators = {}
             node.generation = above.generation if above.owner is owner else 0
         store.emit(CacheEventKind.INSERTED, node)
+        if self._note is not None:
+            self._note(node)
         return len(pages)
 
     def _owner(self, viewer: Account, scope: Scope, above: Node, page: bytes) -> Account:

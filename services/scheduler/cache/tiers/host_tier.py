@@ -54,7 +54,7 @@ class HostTier:
         # Backups that all ranks have finished, while older ones are unfinished.
         self._done: set[TransferId] = set()
         self.storage: StorageTier | None = None
-        self.peers = PeerReads(store, self.pages, self.ledger)
+        self.peers = PeerReads(store, self.pages, self.ledger, self.copied)
         self._store = store
         self._view_of = view_of
         self._backups = Backups(store, self.pages, self.ledger, config)
@@ -164,6 +164,8 @@ class HostTier:
         if opened.transfer.direction.uses_storage:
             assert self.storage is not None, "only storage begins such transfers"
             self.storage.finish(opened, ack)
+            if opened.transfer.direction is TransferDirection.STORAGE_TO_HOST:
+                self.peers.skip_present()
             self.ledger.close(opened)
             return opened.transfer
         if opened.transfer.direction is TransferDirection.PEER_TO_HOST:

@@ -13,11 +13,11 @@ from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
 from services.scheduler.cache.tree import Reach
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from common.transfers import Transfer, TransferAck, TransferId
     from common.types import TokenIds
-    from services.scheduler.cache.node import Account
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 class PeerFetch:
     """One request's pages at a peer: `offered` are all whole pages of its prompt that the peer has computed so far.
 
-    The view `scope` has the first `position` pages; of the offered ones, the first `requested` are read or in transfer.
+    The view `scope` has the first `position` pages; of the offered ones, the first `requested` are read, in transfer or
+    have come from storage.
     """
 
     scope: Scope
     key: PagedKey
     page_size: int
-    # Whole pages of the prompt that may be fetched, and those that the view had at the beginning.
+    # Whole pages of the prompt that may be fetched, and those that the view had at the beginning or got from storage.
     end: int
     first: int
     position: int
     requested: int
+    # If storage leaves fewer missing, they are computed here.
+    min_tokens: int
     workers: tuple[str, ...] = ()
     lease: bytes = b""
     offered: list[int] = field(default_factory=list)
@@ -79,7 +82,7 @@ class PeerFetch:
 
     @property
     def missing_tokens(self) -> int:
-        """Tokens of the pages that the view did not have at the beginning."""
+        """Tokens of the pages that this group did not have."""
         return (self.end - self.first) * self.page_size
 
     def offer(self, workers: Sequence[str], lease: bytes, pages: Iterable[int]) -> None:
@@ -107,12 +110,14 @@ class PeerFetch:
 class PeerReads:
     """Loads pages from peers into new nodes on the host, which are private to the view that asked for them.
 
-    Pages that other views share there, too, become shared here by the evidence that this group has.
+    Pages that other views share there, too, become shared here by the evidence that this group has. Storage is looked
+    up at the same time; pages that it had are not requested from the peer.
     """
 
-    def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger) -> None:
+    def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, note: Callable[[Node], None]) -> None:
+        """`note` is called with each new node."""
         self._store = store
-        self._arrivals = Arrivals(store)
+        self._arrivals = Arrivals(store, note)
         self._host = host
         self._ledger = ledger
         self._fetches: dict[PeerFetch, None] = {}
@@ -143,7 +148,7 @@ class PeerReads:
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
         if (end - match.pages) * tree.page_size < max(min_tokens, 1) or not can_grow(match.partial or match.node):
             return None
-        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, match.pages, match.pages, match.pages)
+        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, match.pages, match.pages, match.pages, min_tokens)
         self._fetches[fetch] = None
         return fetch
 
@@ -180,9 +185,17 @@ class PeerReads:
             fetch.position += kept
         if kept < opened.transfer.pages:
             fetch.stop()
+        self._skip_present(fetch)
         if fetch.is_done:
             self._fetches.pop(fetch, None)
         return kept
+
+    def skip_present(self) -> None:
+        """Do not request pages that have come from storage; what those leave is fetched only if it is enough."""
+        for fetch in list(self._fetches):
+            self._skip_present(fetch)
+            if fetch.is_done:
+                self._fetches.pop(fetch)
 
     def forget_all(self) -> None:
         """Start over: the transfers are cancelled."""
@@ -191,6 +204,20 @@ class PeerReads:
             fetch.stop()
         self._fetches.clear()
         self._open.clear()
+
+    def _skip_present(self, fetch: PeerFetch) -> None:
+        tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
+        present = tree.match(tree.root, viewer, fetch.key, 0, fetch.end, Reach.HOST).pages
+        has_begun = fetch.position > fetch.first or len(fetch.offered) > present
+        if fetch.position <= fetch.first:
+            fetch.first = max(fetch.first, present)
+        if fetch.is_transferring:
+            return
+        fetch.position = max(fetch.position, present)
+        fetch.requested = max(fetch.requested, present)
+        missing = (fetch.end - fetch.position) * fetch.page_size
+        if not missing or (missing < fetch.min_tokens and not has_begun):
+            fetch.stop()
 
     def _ask(self, fetch: PeerFetch) -> Transfer | None:
         """Request the offered pages; None, and nothing more is requested, if there is no place for them on the host."""
