@@ -3,7 +3,8 @@
 `accuracy` predicts every token of some texts from all before it, with weights as they are, in FP8, and in the formats
 that `--formats` names, and continues prompts greedily. Weights are rounded to nearest or, if `, calibrated` follows a
 format, chosen by its published method on other texts (`quantization_methods.py`): AWQ for its own format, GPTQ for
-other groups of integers, and measured scales of activations for static FP8. `fp8 keys and values` leaves weights
+other groups of integers, and measured scales of activations for static FP8. `gguf Q8_0` and other kinds of blocks are
+stored in a GGUF file, and so is `gguf Q4_K_M`, llama.cpp's mixture of kinds. `fp8 keys and values` leaves weights
 alone. Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence, how often
 the likeliest token is the same, in the texts and after the prompts, and how many tokens of a continuation are the
 same until the first that is not.
@@ -69,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     accuracy.add_argument("--tokens", type=int, default=512, help="of each text, at most (%(default)s)")
     accuracy.add_argument("--prompts", type=int, default=16, help="how many are continued (%(default)s)")
     accuracy.add_argument("--new-tokens", type=int, default=48, help="of each continuation (%(default)s)")
-    accuracy.add_argument("--formats", nargs="*", default=[], help="of the tests' stored_formats.py")
+    accuracy.add_argument("--formats", nargs="*", default=[], help="of the tests' stored_formats.py, or gguf KIND")
     accuracy.add_argument("texts", nargs="*", type=Path, help="files to predict; default: some of this repository")
     speed = parts.add_parser("speed", help="times of linear layers")
     speed.add_argument("shapes", nargs="*", type=Path, help="directories with a config.json each")

@@ -17,18 +17,24 @@ from common.models import resolve_model
 from common.steps import EngineSpec
 from common.tokenization import load_text_model
 from deploy.evaluation.bench.results import write_results
+from deploy.evaluation.experiments.gguf_quantization import kind_of, quantise
 from deploy.evaluation.experiments.precision import TEXTS, Comparison, compare
 from deploy.evaluation.experiments.quantization_methods import choose
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.loader import load_decoder
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
+from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver
 from tests.services.worker.engine.quantization.stored_formats import SCHEMES, store_quantised
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    from gguf import GGMLQuantizationType
+    from numpy.typing import NDArray
 
     from deploy.evaluation.bench.results import ResultSheet
 
@@ -40,6 +46,8 @@ PROMPT_TOKENS = 64
 WIDE, FP8, FP8_KV = "wide", "fp8", "fp8 keys and values"
 # After the name of a scheme: weights are chosen by a published method.
 CALIBRATED = ", calibrated"
+# Before a kind of GGUF's blocks, or `Q4_K_M`: the matrices are stored in a GGUF file.
+GGUF = "gguf "
 # What it is calibrated with: other texts than those that are predicted.
 CALIBRATION_TEXTS = (
     "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md", "docs/privacy.md", "gateway/API.md",
@@ -116,7 +124,8 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
     for kind in (FP8, *arguments.formats):
         with TemporaryDirectory(prefix="pando-copy-") as folder:
             is_same = kind in (FP8, FP8_KV)
-            model = arguments.model if is_same else str(write_copy(arguments.model, kind, Path(folder) / "model"))
+            path = Path(folder) / ("model.gguf" if kind.startswith(GGUF) else "model")
+            model = arguments.model if is_same else str(write_copy(arguments.model, kind, path))
             predictor = Predictor(arguments, model, longest, kind)
         predicted, agreement = (
             predictor.log_probabilities(texts),
@@ -163,8 +172,8 @@ def show(kind: str, comparison: Comparison, results: ResultSheet) -> None:
         results.add(f"{kind}: likeliest tokens that are the same", 100 * comparison.same, "%")
 
 
-def write_copy(model: str, scheme: str, directory: Path) -> Path:
-    """Write the model with matrices in a scheme of the tests', also with `CALIBRATED`, to `directory`; return that.
+def write_copy(model: str, scheme: str, path: Path) -> Path:
+    """Write the model to `path`, in a scheme of the tests', also with `CALIBRATED`, or one with `GGUF`; return that.
 
     Raises:
         ConfigurationError: it is no plain Llama.
@@ -176,17 +185,27 @@ def write_copy(model: str, scheme: str, directory: Path) -> Path:
     names = ["model.embed_tokens", "model.norm", *([] if config.tied_embeddings else ["lm_head"])]
     parts = (*_MATRICES, *_FEED_FORWARD, *_NORMS)
     names += [f"model.layers.{layer}.{part}" for layer in range(config.layers) for part in parts]
-    directory.mkdir()
     tensors = {f"{name}.weight": checkpoint.read(f"{name}.weight").contiguous() for name in names}
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(_described(config)), encoding="utf-8")
+    if scheme.startswith(GGUF):
+        return _write_gguf(path, config, tensors, scheme.removeprefix(GGUF))
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(_described(config)), encoding="utf-8")
     chosen = {}
     if scheme.endswith(CALIBRATED):
         scheme = scheme.removesuffix(CALIBRATED)
         texts, _ = read_texts(model, [ROOT / name for name in CALIBRATION_TEXTS], CALIBRATION_TOKENS, 1)
-        chosen = choose(directory, scheme, texts)
-    store_quantised(directory, SCHEMES[scheme], chosen=chosen)
-    return directory
+        chosen = choose(path, scheme, texts)
+    store_quantised(path, SCHEMES[scheme], chosen=chosen)
+    return path
+
+
+def _write_gguf(path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], mixture: str) -> Path:
+    def blocks(name: str, values: NDArray[np.float32]) -> tuple[GGMLQuantizationType, NDArray[np.uint8]]:
+        kind = kind_of(mixture, name, values.shape[-1], config.layers, is_tied=config.tied_embeddings)
+        return kind, quantise(values, kind)
+
+    return write_gguf(path, config, {name: tensor.float() for name, tensor in tensors.items()}, blocks_for=blocks)
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:

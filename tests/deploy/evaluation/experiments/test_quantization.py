@@ -47,9 +47,10 @@ def test_fp8_weights_predict_nearly_the_same_as_wider_weights(tmp_path: Path) ->
     path, text = tmp_path / "accuracy.json", tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog does not care. " * 12)
     sizes = ["--tokens", "160", "--prompts", "2", "--new-tokens", "4"]
-    main(["accuracy", str(text), "--device", "cpu", *sizes, "--json", str(path)])
+    main(["accuracy", str(text), "--device", "cpu", *sizes, "--json", str(path), "--formats", "gguf Q8_0"])
     figures = figures_of(path)
     assert figures["fp8: negative log likelihood"] == pytest.approx(figures["wide: negative log likelihood"], rel=0.2)
     assert 0 < figures["fp8: divergence"] < 0.1
+    assert 0 < figures["gguf Q8_0: divergence"] < figures["fp8: divergence"]
     assert figures["fp8: likeliest tokens that are the same"] > 80
     assert 0 <= figures["fp8: tokens until the first other one"] <= 4

@@ -39,13 +39,13 @@ def write_gguf(
     wide: tuple[str, ...] = (),
     is_dequantised: bool = False,
     has_latent_rows: bool = True,
-    blocks_for: Callable[[str, tuple[int, ...]], tuple[GGMLQuantizationType, NDArray[np.uint8]]] | None = None,
+    blocks_for: Callable[[str, NDArray[np.float32]], tuple[GGMLQuantizationType, NDArray[np.uint8]]] | None = None,
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`.
 
     With `is_dequantised`, the quantised numbers are written in float32. Latent attention is written as converters do
-    since 2025 unless `has_latent_rows` is False. `blocks_for` takes the stored name and the shape of a matrix and
+    since 2025 unless `has_latent_rows` is False. `blocks_for` takes the stored name and the values of a matrix and
     returns the blocks that are written in its place, for kinds that the library does not quantise to.
     """
     family = families_by_name()[config.family]
@@ -59,7 +59,7 @@ def write_gguf(
         if blocks_for is None or is_wide:
             data = quantize(values, kind)
         else:
-            kind, data = blocks_for(name, values.shape)
+            kind, data = blocks_for(name, values)
         if is_dequantised:
             kind, data = GGMLQuantizationType.F32, dequantize(data, kind)
         writer.add_tensor(name, data, raw_dtype=kind)

@@ -30,7 +30,7 @@ from tests.services.worker.engine.families import (
     save_family,
     save_model,
 )
-from tests.services.worker.engine.quantization.test_gguf_blocks import random_blocks
+from tests.services.worker.engine.quantization.random_blocks import random_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -193,9 +193,10 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
 SIXES = {"Q4_K": (), "Q4_K_M": ("attn_v", "ffn_down", "output", "token_embd"), "Q6_K": ("",)}
 
 
-def k_quants(kinds: str, name: str, shape: tuple[int, ...]) -> tuple[GGMLQuantizationType, NDArray[np.uint8]]:
+def k_quants(kinds: str, name: str, values: NDArray[np.float32]) -> tuple[GGMLQuantizationType, NDArray[np.uint8]]:
     """Return random blocks for a matrix whose weights are about as large as those of a model."""
     kind = "Q6_K" if any(part in name for part in SIXES[kinds]) else "Q4_K"
+    shape = values.shape
     rows, deviation = int(np.prod(shape[:-1])), {"Q4_K": 2e-4, "Q6_K": 4e-5}[kind]
     blocks = random_blocks(kind, rows, shape[-1] // 256, seed=zlib.crc32(name.encode()), deviation=deviation)
     return GGMLQuantizationType[kind], blocks.numpy().reshape(*shape[:-1], -1)
