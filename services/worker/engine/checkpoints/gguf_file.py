@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,23 +65,27 @@ _MODEL_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm",
 
 
 class GgufCheckpoint:
-    """Reads single tensors out of a mapped GGUF file.
+    """Reads single tensors out of a GGUF file.
+
+    The file is not mapped: pages that have been read would count as memory of the process until the system takes them
+    back, as much again as the weights.
 
     Converters to GGUF reorder the query and key rows of some architectures so that a rotated pair lies side by side;
     `read` undoes that, so the rest of the engine knows one form of rotary embedding only.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map `path` and read its header.
+        """Open `path` and read its header.
 
         Raises:
             ConfigurationError: it is not a GGUF file, or holds no model that this engine knows.
         """
         try:
             header = read_header(path)
-            self._data = np.memmap(path, dtype=np.uint8, mode="r")
+            self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise ConfigurationError(f"{path}: not a readable GGUF file: {error}") from error
+        weakref.finalize(self, os.close, self._file)
         self._path = path
         self._tensors = header.tensors
         self._digest = WeightDigest()
@@ -132,8 +138,7 @@ class GgufCheckpoint:
         kind = self._quantization(self._entry(stored).kind)
         if kind.name not in KINDS:
             return None
-        # A copy: the file is mapped for reading only.
-        data = torch.from_numpy(np.array(self._data_of(stored, place)))
+        data = torch.from_numpy(self._data_of(stored, place))
         if self._is_reordered(name):
             data = data[_restored_order(data.shape[0], self.config.head_dim)]
         matrix = grouped_blocks(kind.name, data.view(data.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
@@ -145,8 +150,7 @@ class GgufCheckpoint:
         kind = self._quantization(self._entry(stored).kind)
         if kind.name not in KINDS:
             return None
-        # A copy, for which see `packed`.
-        return RowBlocks(torch.from_numpy(np.array(self._data_of(stored, place))), kind)
+        return RowBlocks(torch.from_numpy(self._data_of(stored, place)), kind)
 
     def _latent_products(self, layer: str, rows: slice | None) -> torch.Tensor:
         """Return rows of whole heads of the matrix that makes keys and values of latent vectors.
@@ -192,20 +196,29 @@ class GgufCheckpoint:
         """Return a tensor, or some of its rows of all matrices in it, as float32."""
         entry = self._entry(name)
         data = self._data_of(name, rows)
-        values = dequantize(data, self._quantization(entry.kind))
+        values: FloatArray = dequantize(data, self._quantization(entry.kind)).astype(np.float32, copy=False)
         shape = (data.shape[0], entry.shape[-1]) if len(entry.shape) > 1 else entry.shape
-        # Unquantised tensors come back as views of the read-only map.
-        return np.array(values, dtype=np.float32).reshape(shape)
+        return values.reshape(shape)
 
     def _data_of(self, name: str, rows: slice | None) -> NDArray[np.uint8]:
-        """Return the bytes of rows of all matrices in a tensor, as they are mapped, [rows, bytes]."""
+        """Return the bytes of rows of all matrices in a tensor, [rows, bytes].
+
+        Raises:
+            ConfigurationError: the file ends before they do.
+        """
         entry = self._entry(name)
         quantization = self._quantization(entry.kind)
         block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
         row_bytes = entry.shape[-1] // block_elements * block_bytes
         rows = rows or slice(0, math.prod(entry.shape[:-1]))
         start = entry.offset + rows.start * row_bytes
-        data = self._data[start : start + (rows.stop - rows.start) * row_bytes].reshape(-1, row_bytes).view(np.ndarray)
+        data: NDArray[np.uint8] = np.empty((rows.stop - rows.start, row_bytes), np.uint8)
+        left = data.data.cast("B")
+        while left:
+            count = os.preadv(self._file, [left], start)
+            if not count:
+                raise ConfigurationError(f"{self._path}: the file ends within the tensor {name!r}")
+            start, left = start + count, left[count:]
         self._digest.add(block_name(f"{name} {quantization.name}", rows, None), data)
         return data
 
