@@ -1,4 +1,4 @@
-"""Losses and gains of quantised weights: `python -m deploy.evaluation.experiments.quantization accuracy`, or `speed`.
+"""Losses and gains of quantised weights: `python -m deploy.evaluation.experiments.quantization PART`.
 
 `accuracy` predicts every token of some texts from all before it, with weights as they are, in FP8, and in the formats
 that `--formats` names, and continues prompts greedily. Weights are rounded to nearest or, if `, calibrated` follows a
@@ -15,6 +15,10 @@ memory, not from a cache. On a GPU it replays captured passes. All formats, and 
     python -m deploy.evaluation.experiments.quantization speed --device cuda deploy/evaluation/shapes/llama-3.1-8b
     python -m deploy.evaluation.experiments.quantization speed --device cuda deploy/evaluation/shapes/llama-3.1-8b \
         --rows 1 64 128 512 --ways "4 bits, groups of 128" "bfloat16 by the library"
+
+`memory` writes a GGUF file of a model's shape with random blocks, starts all services with it on a CPU, and reads how
+much memory the worker's process takes: at its peak while it loads, and after it has answered. Tokens a second are those
+of one user's request.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.evaluation.bench.deployments import add_setting_arguments
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.host import limit_spinning
 
@@ -44,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here: these load torch and its OpenMP runtime, which reads the variables that `limit_spinning` has set.
     if arguments.part == "accuracy":
         from deploy.evaluation.experiments.quantization_accuracy import measure_accuracy as measure
+    elif arguments.part == "memory":
+        from deploy.evaluation.experiments.quantization_memory import measure_memory as measure
     else:
         from deploy.evaluation.experiments.quantization_speed import measure_speed as measure
     command = shlex.join(
@@ -79,8 +86,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     speed.add_argument("--tp", type=int, default=1, help="of so many ranks, the first one's share")
     speed.add_argument("--seconds", type=float, default=0.2, help="how long to repeat each product (%(default)s)")
     speed.set_defaults(shapes=[SHAPES / "llama-3.1-8b", SHAPES / "qwen3-14b"])
+    memory = parts.add_parser("memory", help="of a worker on a CPU with weights in a GGUF file")
+    memory.add_argument(
+        "shape", nargs="?", type=Path, default=SHAPES / "llama-3.1-8b", help="directory with a config.json"
+    )
+    memory.add_argument("--kind", default="Q4_K_M", help="of its blocks, or Q4_K_M, a mixture of kinds (%(default)s)")
+    memory.add_argument("--file", type=Path, help="where to write it, or where it is; default: deleted afterwards")
+    memory.add_argument("--prompt-tokens", type=int, default=128, help="of the request (%(default)s)")
+    memory.add_argument("--new-tokens", type=int, default=32, help="of its answer (%(default)s)")
+    add_setting_arguments(memory)
     for part in (accuracy, speed):
         part.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    for part in (accuracy, speed, memory):
         part.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     return parser.parse_args(argv)
 

@@ -51,7 +51,8 @@ def write_gguf(
     family = families_by_name()[config.family]
     gguf = family.gguf or families_by_architecture()[family.gguf_name or ""][1]
     writer = GGUFWriter(path, gguf.architecture)
-    _add_metadata(writer, config, has_latent_rows=has_latent_rows)
+    add_metadata(writer, config, has_latent_rows=has_latent_rows)
+    writer.add_token_list([f"token {i}" for i in range(config.vocabulary_size)])
 
     def add(name: str, values: NDArray[np.float32]) -> None:
         is_wide = values.ndim == 1 or any(part in name for part in wide)
@@ -86,13 +87,13 @@ def write_gguf(
     return path
 
 
-def _add_metadata(writer: GGUFWriter, config: ModelConfig, *, has_latent_rows: bool) -> None:
+def add_metadata(writer: GGUFWriter, config: ModelConfig, *, has_latent_rows: bool = True) -> None:
+    """Describe a model, but for its tokens."""
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
     _add_layers(writer, config)
     writer.add_rope_freq_base(config.rotary.theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    writer.add_token_list([f"token {i}" for i in range(config.vocabulary_size)])
     writer.add_eos_token_id(config.eos_token_ids[0])
     if config.latent is not None:
         _add_latent(writer, config, config.latent, has_rows=has_latent_rows)
