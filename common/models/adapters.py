@@ -22,7 +22,7 @@ def resolve_adapter(reference: str) -> Path:
     if path.is_dir():
         return path.resolve()
     named = parse_hub_reference(reference)
-    if named is None or named.quantization is not None:
+    if named is None or named.quantization is not None or "/" not in named.repository:
         raise ConfigurationError(
             f"adapter {reference!r}: no such directory; give one with adapter_config.json, or an adapter on the "
             "Hugging Face hub as organisation/repository[@revision]"

@@ -88,16 +88,8 @@ def _refusal(error: HfHubHTTPError, reference: HubReference) -> str:
                 f"the repository is gated: accept its licence at {page}, create a token with read access at {_TOKENS}, "
                 "and set HF_TOKEN to it"
             )
-        case RepositoryNotFoundError() if has_token:
-            return (
-                f"neither a local path nor a model at {constants.ENDPOINT} that your token can read; check the name "
-                "and the token's permissions"
-            )
         case RepositoryNotFoundError():
-            return (
-                f"neither a local path nor a public model at {constants.ENDPOINT}; check the name, or set HF_TOKEN if "
-                "the model is private"
-            )
+            return _absence(reference, has_token=has_token)
         case RevisionNotFoundError():
             return f"the repository has no revision {reference.revision!r}; see {page}/refs for its branches and tags"
         case RemoteEntryNotFoundError():
@@ -111,6 +103,21 @@ def _refusal(error: HfHubHTTPError, reference: HubReference) -> str:
             return "the hub limits your rate (429); try again in some minutes, or set HF_TOKEN for a higher limit"
         case _:
             return f"{constants.ENDPOINT} answers with status {status}; try again later"
+
+
+def _absence(reference: HubReference, *, has_token: bool) -> str:
+    hub = constants.ENDPOINT
+    if "/" not in reference.repository:
+        return (
+            f"neither a bundled model, a local path nor a model at {hub}; but for the oldest, models there are named "
+            "organisation/repository"
+        )
+    if has_token:
+        return (
+            f"neither a local path nor a model at {hub} that your token can read; check the name and the token's "
+            "permissions"
+        )
+    return f"neither a local path nor a public model at {hub}; check the name, or set HF_TOKEN if the model is private"
 
 
 def _rejection(status: int, *, has_token: bool) -> str:

@@ -1,20 +1,34 @@
-"""References to models: `organisation/repository[@revision][:quantization]` on a hub, `s3://` and `gs://` addresses."""
+"""References to models: `organisation/repository[@revision][:quantization]` on a hub, `s3://` and `gs://` addresses.
+
+The hub's oldest models have no organisation (`gpt2`); it redirects their names. The address of a model's page on the
+hub is a reference, too: `https://huggingface.co/organisation/repository[/tree/revision]`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
-# The hub's rule for names; a name that ends in .gguf is the path of a file.
+# The hub's rule for names; one with the ending of a file is the path of a file.
 _PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?"
 _REFERENCE: Final = re.compile(
-    rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[^@:\s]+))?(?::(?P<quantization>[A-Za-z0-9_.-]+))?"
+    rf"(?P<repository>{_PART}(?:/{_PART})?)(?:@(?P<revision>[^@:\s]+))?(?::(?P<quantization>[A-Za-z0-9_.-]+))?"
 )
 _OBJECTS: Final = re.compile(
     r"(?P<uri>(?:s3|gs)://[^/\s:]+(?:/[^/\s:]+)+)/?(?::(?P<quantization>[A-Za-z0-9_.-]+))?", re.IGNORECASE
 )
+_FILES: Final = (".gguf", ".safetensors", ".bin", ".pth", ".pt", ".json")
+# A page of all files at a revision; those of other branches than pull requests' have no slash in addresses.
+_PAGE: Final = re.compile(
+    rf"(?P<repository>{_PART}(?:/{_PART})?)(?:/tree/(?P<revision>refs/[^/:]+/[^/:]+|[^/:]+))?"
+    r"(?::(?P<quantization>[A-Za-z0-9_.-]+))?"
+)
+HUB: Final = "https://huggingface.co"
+_HUBS: Final = (HUB, "https://www.huggingface.co", "https://hf.co")
 DEFAULT_REVISION: Final = "main"
 
 
@@ -62,15 +76,29 @@ def parse_object_reference(reference: str) -> ObjectReference | None:
     return None if match is None else ObjectReference(match["uri"], match["quantization"])
 
 
-def parse_hub_reference(reference: str) -> HubReference | None:
-    """Return the parts of a reference to a model on a hub; None if it is written as a path or a bundled name.
+def is_web_address(reference: str) -> bool:
+    """Whether a reference is written as an address of a page, of a hub or not."""
+    return reference.lower().startswith(("http://", "https://"))
 
-    Whether a file or directory of that name exists is not considered.
+
+def parse_hub_reference(reference: str) -> HubReference | None:
+    """Return the parts of a reference to a model on a hub; None if it is written as a path or another address.
+
+    Whether a file, a directory or a bundled model of that name exists is not considered.
     """
-    match = _REFERENCE.fullmatch(reference)
-    if match is None or match["repository"].lower().endswith(".gguf"):
+    match = _page_of(reference) if is_web_address(reference) else _REFERENCE.fullmatch(reference)
+    if match is None or match["repository"].lower().endswith(_FILES):
         return None
     return HubReference(match["repository"], match["revision"] or DEFAULT_REVISION, match["quantization"])
+
+
+def _page_of(address: str) -> re.Match[str] | None:
+    """Return the parts of the address of a model's page on the hub or at HF_ENDPOINT, its mirror."""
+    page = urlsplit(address)._replace(query="", fragment="").geturl()
+    for hub in (os.environ.get("HF_ENDPOINT", HUB).rstrip("/"), *_HUBS):
+        if page.lower().startswith(f"{hub.lower()}/"):
+            return _PAGE.fullmatch(unquote(page[len(hub) + 1 :].rstrip("/")))
+    return None
 
 
 def default_name(reference: str) -> str:

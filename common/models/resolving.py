@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ from common.errors import ConfigurationError
 from common.models.bundled import BUNDLED_MODELS, find_bundled
 from common.models.files import ModelFiles, ModelKind
 from common.models.progress import LogReport
-from common.models.references import is_object_address, parse_hub_reference, parse_object_reference
+from common.models.references import HUB, is_object_address, is_web_address, parse_hub_reference, parse_object_reference
 from common.models.selection import INDEX, shards_of
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
 ACCEPTED = (
     f"Give a bundled model's name ({', '.join(BUNDLED_MODELS)}), a directory with config.json, a .gguf file, or a "
-    "model on the Hugging Face hub as organisation/repository[@revision][:quantization], or the address of one in an "
-    "object store (s3://bucket/prefix, gs://bucket/prefix)"
+    "model on the Hugging Face hub as organisation/repository[@revision][:quantization] or the address of its page, or "
+    "the address of one in an object store (s3://bucket/prefix, gs://bucket/prefix)"
 )
 
 
@@ -35,8 +37,8 @@ def resolve_model(reference: str, *, weights: bool = True, choose: TensorChoice 
     exists takes precedence over a model on a hub.
 
     Args:
-        reference: a bundled model's name, a path, `organisation/repository[@revision][:quantization]`, or an address in
-            an object store.
+        reference: a bundled model's name, a path, `organisation/repository[@revision][:quantization]` or the address of
+            its page, or an address in an object store.
         weights: whether weights are needed, or only configuration and tokenizer.
         choose: of a model with an index of its safetensors files, the tensors that are needed; None: all.
 
@@ -108,12 +110,29 @@ def hub_reference(reference: str) -> HubReference:
     """Return the parts of a reference to a model on a hub.
 
     Raises:
-        ConfigurationError: it is not written as one.
+        ConfigurationError: it is not written as one, or as a bundled model's name with a mistake.
     """
     hub = parse_hub_reference(reference)
+    if hub is None and is_web_address(reference):
+        hubs = " or ".join(sorted({HUB, os.environ.get("HF_ENDPOINT", HUB).rstrip("/")}))
+        raise ConfigurationError(
+            f"model {reference!r}: not the address of a model on the hub; write organisation/repository[@revision]"
+            f"[:quantization], or the address of its page at {hubs}, with /tree/revision or without"
+        )
     if hub is None:
         raise ConfigurationError(f"model {reference!r}: no such model, file or directory. {ACCEPTED}")
+    if "/" not in hub.repository and (meant := _bundled_like(hub.repository)) is not None:
+        raise ConfigurationError(
+            f"model {reference!r}: no such model, file or directory; did you mean {meant}? {ACCEPTED}"
+        )
     return hub
+
+
+def _bundled_like(name: str) -> str | None:
+    """Return the bundled model that `name` may be meant to be: the beginning of its name, or nearly all of it."""
+    written = name.lower()
+    begun = [bundled for bundled in BUNDLED_MODELS if bundled.startswith(written) and len(written) > 3]
+    return next(iter(begun or get_close_matches(written, BUNDLED_MODELS, n=1, cutoff=0.7)), None)
 
 
 def object_reference(reference: str) -> ObjectReference:

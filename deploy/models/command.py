@@ -101,7 +101,8 @@ def _remove(model: str) -> int:
 
         sys.stdout.write(f"removed {model}, {size(object_store.remove(object_reference(model)))}\n")
         return 0
-    if parse_hub_reference(model) is None and find_local(model) is not None:
+    named = parse_hub_reference(model)
+    if (named is None or "/" not in named.repository) and find_local(model) is not None:
         raise ConfigurationError(f"{model} is a path, and not in the hub's cache")
     from deploy.models.cache import remove
 

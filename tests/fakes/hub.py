@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +48,8 @@ class FakeHub:
     # Large files are there; the client takes a redirection to the hub's own name for that of a renamed repository.
     storage_host: str = "localhost"
     repositories: dict[str, Repository] = field(default_factory=dict)
+    # Present names of renamed repositories by their earlier ones, which may have no organisation.
+    renamed: dict[str, str] = field(default_factory=dict)
     # Connections of large files that are cut after so many bytes each.
     cut_after: list[int] = field(default_factory=list)
     # Large files that are answered with 429 before the next one is sent.
@@ -116,14 +118,24 @@ class _Handler(BaseHTTPRequestHandler):
         hub.authorizations.append((path, self.headers.get("Authorization")))
         if hub.status:
             self._send(hub.status, b"out of order")
+        elif (present := self._present_path(path)) is not None:
+            self._send(307, b"", {"Location": quote(present)})
         elif found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
             self._large(hub.repositories[found[1]], found[2])
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
+        elif found := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)?)(?:/(revision|tree)/(.+))?", path):
             self._api(found[1], found[2], found[3] or "main")
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(found[1], found[2], found[3])
         else:
             self._send(404, b"no such page")
+
+    def _present_path(self, path: str) -> str | None:
+        """Return where a path of a renamed repository is now."""
+        for earlier, present in self.state.renamed.items():
+            found = re.fullmatch(rf"(/(?:api/models/)?){re.escape(earlier)}(/.*)?", path)
+            if found:
+                return f"{found[1]}{present}{found[2] or ''}"
+        return None
 
     def _api(self, name: str, kind: str | None, revision: str) -> None:
         repository = self._find(name, revision)

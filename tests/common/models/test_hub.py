@@ -339,6 +339,54 @@ def test_a_local_directory_takes_precedence_over_the_hub(
     assert hub.paths == []
 
 
+def test_a_name_without_an_organisation_is_followed_to_the_model_that_has_it_now(
+    hub: FakeHub, client: HubClient, repository: Path
+) -> None:
+    hub.renamed = {"tiny-2": NAME}
+    hub.cut_after = [SHARD_BYTES // 2]
+    found = client.resolve("tiny-2")
+    assert found["name"] == "tiny-2"
+    assert files_of(found["path"]) == EVERYTHING
+    for name in SHARDS:
+        assert (Path(found["path"]) / name).read_bytes() == (repository / name).read_bytes()
+    assert client.resolve("tiny-2@main", HF_HUB_OFFLINE="1")["path"] == found["path"]
+
+
+def test_a_local_directory_takes_precedence_over_a_name_without_an_organisation(
+    hub: FakeHub, client: HubClient, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-2").mkdir()
+    hub.renamed = {"tiny-2": NAME}
+    assert "the directory has no config.json" in client.resolve("tiny-2")["error"]
+    (tmp_path / "tiny-2" / "config.json").write_text("{}")
+    assert client.resolve("tiny-2")["path"] == "tiny-2"
+    assert hub.paths == []
+
+
+def test_a_private_model_under_an_earlier_name_gets_the_token(
+    hub: FakeHub, client: HubClient, repository: Path
+) -> None:
+    hub.renamed = {"acme-before/tiny": NAME}
+    hub.repositories[NAME].private = True
+    assert "HF_TOKEN" in client.resolve("acme-before/tiny")["error"]
+    assert files_of(client.resolve("acme-before/tiny", HF_TOKEN=TOKEN)["path"]) == EVERYTHING
+
+
+def test_the_address_of_a_models_page_is_its_name(hub: FakeHub, client: HubClient, repository: Path) -> None:
+    path = client.resolve(NAME)["path"]
+    for address in (f"{hub.url}/{NAME}", f"https://huggingface.co/{NAME}/tree/main", f"{hub.url}/{NAME}/tree/{COMMIT}"):
+        found = client.resolve(address)
+        assert (found["path"], found["name"]) == (path, NAME)
+
+
+def test_a_name_that_is_nothing_says_how_names_look(client: HubClient) -> None:
+    refused = client.resolve("nothing")["error"]
+    assert refused.startswith("model nothing: neither a bundled model, a local path nor a model at http://127.0.0.1")
+    assert "named organisation/repository" in refused
+
+
 def test_local_models_do_not_import_the_client(client: HubClient) -> None:
     assert not client.resolve("smollm2-135m-instruct")["imports_hub"]
 

@@ -25,6 +25,8 @@ FILES = ("config.json", "tokenizer.json", "model.safetensors", "model-Q8_0.gguf"
         ("a/b@refs/pr/1", HubReference("a/b", "refs/pr/1")),
         ("a/b-GGUF:Q4_K_M", HubReference("a/b-GGUF", "main", "Q4_K_M")),
         ("a/b@0123:UD-Q4_K_XL", HubReference("a/b", "0123", "UD-Q4_K_XL")),
+        ("gpt2", HubReference("gpt2")),
+        ("t5-v1.1-base@v2", HubReference("t5-v1.1-base", "v2")),
     ],
 )
 def test_references_are_read_and_written(reference: str, parts: HubReference) -> None:
@@ -35,7 +37,8 @@ def test_references_are_read_and_written(reference: str, parts: HubReference) ->
 @pytest.mark.parametrize(
     "reference",
     [
-        "smollm2",
+        "model.gguf",
+        "model.safetensors",
         "./a/b",
         "/a/b",
         "../a/b",
@@ -49,10 +52,61 @@ def test_references_are_read_and_written(reference: str, parts: HubReference) ->
         "/b",
         ".a/b",
         "",
+        ".",
+        "~",
+        "https://huggingface.co",
+        "https://huggingface.co/",
+        "https://huggingface.co/a/b/blob/main/c.gguf",
+        "https://huggingface.co/a/b/tree/main/folder",
+        "https://huggingface.co/a/b/discussions/1",
+        "https://huggingface.co.example.com/a/b",
+        "https://example.com/a/b",
+        "ftp://huggingface.co/a/b",
     ],
 )
 def test_other_forms_are_paths_or_names(reference: str) -> None:
     assert parse_hub_reference(reference) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "written"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/", "Qwen/Qwen3-8B"),
+        ("https://hf.co/Qwen/Qwen3-8B?library=vllm#use", "Qwen/Qwen3-8B"),
+        ("HTTPS://HuggingFace.co/gpt2", "gpt2"),
+        ("https://huggingface.co/a/b/tree/main", "a/b"),
+        ("https://huggingface.co/a/b/tree/v1.0:Q4_K_M", "a/b@v1.0:Q4_K_M"),
+        ("https://huggingface.co/a/b-GGUF:Q8_0", "a/b-GGUF:Q8_0"),
+        ("https://huggingface.co/a/b/tree/refs%2Fpr%2F1", "a/b@refs/pr/1"),
+        ("https://huggingface.co/a/b/tree/refs/pr/1", "a/b@refs/pr/1"),
+        ("http://mirror.example:8080/hub/a/b/tree/v1", "a/b@v1"),
+    ],
+)
+def test_addresses_of_pages_are_the_names_that_they_hold(
+    address: str, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080/hub/")
+    parsed = parse_hub_reference(address)
+    assert parsed is not None
+    assert str(parsed) == written
+    assert default_name(address) == parsed.repository
+
+
+def test_other_addresses_say_which_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example")
+    with pytest.raises(
+        ConfigurationError, match=r"page at http://mirror\.example or https://huggingface\.co, with /tree"
+    ):
+        resolve_model("https://example.com/a/b")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M", "smollm2-135m-instrct", "all-minilm"])
+def test_a_name_like_that_of_a_bundled_model_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no such model, file or directory; did you mean (smollm2-135m|all-mini)"
+    ):
+        resolve_model(name)
 
 
 def test_models_are_served_by_their_name_on_the_hub_without_revision(

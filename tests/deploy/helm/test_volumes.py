@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from common.models import pull
+from common.models import BUNDLED_MODELS, pull
 from common.settings import Settings
 from services.worker import pull as worker_pull
 from tests.deploy.helm.chart import (
@@ -21,6 +21,13 @@ from tests.deploy.helm.chart import (
     templates_of,
 )
 from tests.deploy.helm.value_sets import VALUE_SETS
+
+
+@pytest.mark.parametrize("reference", [*BUNDLED_MODELS, "gpt2", "org/model"])
+def test_only_bundled_models_are_not_downloaded(reference: str) -> None:
+    objects = render({"model": {"reference": reference}})
+    names = {item["name"] for each in running(objects) for item in each.template["spec"].get("initContainers", [])}
+    assert ("model" in names) == (reference not in BUNDLED_MODELS)
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)

@@ -124,7 +124,8 @@ def test_a_revision_is_removed_alone(hub: FakeHub, client: HubClient) -> None:
         (("remove", "acme/absent"), "not in the cache"),
         (("remove", "acme/absent:Q8_0"), "not in the cache"),
         (("remove", "smollm2-135m-instruct"), "remove it with pip"),
-        (("inspect", "nothing"), "no such model, file or directory"),
+        (("inspect", "nothing"), "neither a bundled model, a local path nor a model at http://127.0.0.1"),
+        (("inspect", "smollm2"), "did you mean smollm2-135m-instruct?"),
         (("pull", "acme/absent"), "neither a local path nor a public model"),
     ],
 )

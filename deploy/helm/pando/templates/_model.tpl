@@ -3,8 +3,8 @@
 {{- $reference := .Values.model.reference -}}
 {{- if hasPrefix "s3://" $reference -}}s3
 {{- else if hasPrefix "/" $reference -}}path
-{{- else if contains "/" $reference -}}hub
-{{- else -}}bundled
+{{- else if has $reference (list "smollm2-135m-instruct" "all-minilm-l6-v2") -}}bundled
+{{- else -}}hub
 {{- end -}}
 {{- end -}}
 
