@@ -37,6 +37,7 @@ from services.worker.engine.decoder_memory import DecoderMemory, check_memory
 from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
+from services.worker.engine.host_memory import return_freed_memory
 from services.worker.engine.host_tier.device_pages import page_form_of
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.identities import KvTraits, encoder_identity, fingerprint, kv_identity, scaled_identity
@@ -447,6 +448,7 @@ class DecoderLoader:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self._device)[0])
+        return_freed_memory()
         return available_memory()
 
     @property
