@@ -29,9 +29,11 @@ class Exports:
         """Return the number of leases with pins."""
         return len(self._pins)
 
-    def pin(self, lease: bytes, view: View, token_ids: TokenIds, priority: int) -> PrefixLock | None:
-        """Pin the cached part of a prefix; None if the view has none of it cached."""
-        pin = self._memory.pin(view, token_ids, priority, None)
+    def pin(
+        self, lease: bytes, view: View, token_ids: TokenIds, priority: int, session: str | None
+    ) -> PrefixLock | None:
+        """Pin the cached part of a prefix for a request of `session`; None if the view has none of it cached."""
+        pin = self._memory.pin(view, token_ids, priority, session)
         if pin is not None:
             self._pins[lease].append(pin)
         return pin

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from common.transfers import TransferDirection
 from common.types import CacheMode
 from services.scheduler.cache.tiers.config import PrefetchPolicy
+from services.scheduler.cache.tiers.peer_reads import PromptUse
 from services.scheduler.cache.tiers.storage_reads import reads_of
 
 if TYPE_CHECKING:
@@ -116,7 +117,11 @@ class LoadBack:
             self._skipped_peers += 1
             if self._skipped_peers % PEER_MEASURED_ONE_IN:
                 return None
-        sequence.remote = self.host.await_peer(sequence.request.view, sequence.cacheable_ids, min_tokens)
+        request, options = sequence.request, sequence.request.options
+        use = PromptUse(options.cache_mode is not CacheMode.PRIVATE, options.session)
+        # Not what has been generated before a resume, which is no evidence.
+        prompt = sequence.key_of(request.token_ids)
+        sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use)
         return sequence.remote
 
     def end_prefetch(self, sequence: Sequence) -> None:

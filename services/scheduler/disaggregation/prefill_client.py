@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -107,8 +106,7 @@ class PrefillClient:
     async def _ask(self, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> str:
         """Follow one call; return why it failed, if it did."""
         request = sequence.request
-        wire = schedule_request_to_wire(replace(request, token_ids=sequence.token_ids))
-        wire.ClearField("session")
+        wire = schedule_request_to_wire(request)
         wire.ClearField("turn")
         wire.ClearField("resume")
         call: PrefillCall | None = None

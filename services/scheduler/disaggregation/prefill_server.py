@@ -153,7 +153,8 @@ class _Lease:
             return ()
         # One more id than is wanted, as the cache never matches the last.
         ids = self._sequence.key_of(self.request.token_ids)[: end * self.core.memory.cache.page_size + 1]
-        pin = self.core.exports.pin(self.name, self.request.view, ids, self.request.options.priority)
+        options = self.request.options
+        pin = self.core.exports.pin(self.name, self.request.view, ids, options.priority, options.session)
         new = () if pin is None else tuple(pin.pages[self._pages :].tolist())
         if new:
             self._has_granted = True
@@ -190,7 +191,7 @@ class _Lease:
 def _prompt_only(request: ScheduleRequest) -> ScheduleRequest:
     """Return the request of which only the prompt is computed, under a name of its own."""
     options = replace(
-        request.options, n=1, sampling=SamplingParams(), stop=StopConditions(max_tokens=0), session=None, turn=None,
+        request.options, n=1, sampling=SamplingParams(), stop=StopConditions(max_tokens=0), turn=None,
         prompt_logprobs=None, resume=None,
     )  # fmt: skip
     return replace(

@@ -43,7 +43,12 @@ class Pipeline:
     """A scheduler between two fake workers and a fake detokenizer, all on sockets of one folder."""
 
     def __init__(
-        self, folder: Path, limits_file: Path | None = None, rpc: dict[str, Any] | None = None, **scheduler: Any
+        self,
+        folder: Path,
+        limits_file: Path | None = None,
+        rpc: dict[str, Any] | None = None,
+        fleet: dict[str, Any] | None = None,
+        **scheduler: Any,
     ) -> None:
         self.workers = [FakeWorkerService(), FakeWorkerService()]
         self.detokenizer = RecordingDetokenizer()  # type: ignore[abstract]  # nobody subscribes
@@ -66,7 +71,7 @@ class Pipeline:
             **scheduler,
         }
         self.settings = Settings.model_validate(
-            {"scheduler": section, "limits": {"file": limits_file}, "rpc": rpc or {}}
+            {"scheduler": section, "limits": {"file": limits_file}, "rpc": rpc or {}, "fleet": fleet or {}}
         )
         # The name in the scheduler's certificate, if it is not that of its address.
         self.certified_as: str | None = None

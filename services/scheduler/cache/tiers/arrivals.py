@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 class Arrivals:
     """Places for new nodes on the host, below the path that a view already has."""
 
-    def __init__(self, store: NodeStore, note: Callable[[Node], None] | None = None) -> None:
-        """`note` is called with each new node."""
+    def __init__(self, store: NodeStore) -> None:
         self._store = store
-        self._note = note
 
     def find(self, scope: Scope, key: PagedKey, position: int) -> Node | None:
         """Return the node in the view `scope` that ends at `position` pages of `key` and may get children, or None."""
@@ -34,11 +32,19 @@ class Arrivals:
             return None
         return match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
 
-    def attach(self, scope: Scope, key: PagedKey, first: int, pages: PageIds, stored_as: Scope) -> int:
+    def attach(
+        self,
+        scope: Scope,
+        key: PagedKey,
+        first: int,
+        pages: PageIds,
+        stored_as: Scope,
+        note: Callable[[Node], None] | None = None,
+    ) -> int:
         """Attach the pages [first, first + len(pages)) of `key` that are still missing in the view `scope`.
 
         They become pages of `stored_as`, which is the view, its tenant or the public, unless other nodes are in the
-        way. Return len(pages), or 0 if they cannot be attached.
+        way. Return len(pages), or 0 if they cannot be attached. `note` is called with the new node, if there is one.
         """
         store, end = self._store, first + len(pages)
         viewer = store.accounts.view(scope)
@@ -57,9 +63,9 @@ class Arrivals:
         if owner.is_shared and owner is not viewer:
             node.creators = {}
             node.generation = above.generation if above.owner is owner else 0
+        if note is not None:
+            note(node)
         store.emit(CacheEventKind.INSERTED, node)
-        if self._note is not None:
-            self._note(node)
         return len(pages)
 
     def _owner(self, viewer: Account, scope: Scope, above: Node, page: bytes) -> Account:

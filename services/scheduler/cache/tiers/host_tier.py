@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.config import HostConfig, PageNames, StorageConfig
     from services.scheduler.cache.tiers.copies import HostMatch
     from services.scheduler.cache.tiers.ledger import OpenTransfer
-    from services.scheduler.cache.tiers.peer_reads import PeerFetch
+    from services.scheduler.cache.tiers.peer_reads import PeerFetch, PromptUse
     from services.scheduler.cache.tiers.storage_reads import Fetch
 
 _ON_HOST = NodeState.ON_HOST
@@ -102,15 +102,15 @@ class HostTier:
             outcome["transfers"] = [_facts(transfer) for transfer in started]
         return started
 
-    def await_peer(self, view: View, token_ids: TokenIds, min_tokens: int) -> PeerFetch | None:
-        """Prepare to fetch a request's missing pages from a peer, if these have at least `min_tokens` tokens.
+    def await_peer(self, view: View, token_ids: TokenIds, min_tokens: int, use: PromptUse) -> PeerFetch | None:
+        """Prepare to fetch a prompt's missing pages from a peer, if these have at least `min_tokens` tokens.
 
         None also if they cannot be attached to the view, or if the tier's operations are recorded, as transfers from
         peers are not.
         """
         if self.observer is not None:
             return None
-        return self.peers.begin(self._view_of(view), token_ids, min_tokens)
+        return self.peers.begin(self._view_of(view), token_ids, min_tokens, use)
 
     def find(self, view: View, token_ids: TokenIds) -> HostMatch:
         """Return the lengths of a request's prefix cached in its view on the device, and beyond it on the host.

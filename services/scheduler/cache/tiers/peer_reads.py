@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.transfers import PeerPages
+from common.types import Sharing
+from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
 from services.scheduler.cache.tree import Reach
@@ -22,6 +25,14 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
     from services.scheduler.cache.types import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUse:
+    """A request as the pages of its prompt are marked with: whether they may be shared, and its session, if any."""
+
+    may_promote: bool = True
+    session: str | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -42,6 +53,7 @@ class PeerFetch:
     requested: int
     # If storage leaves fewer missing, they are computed here.
     min_tokens: int
+    use: PromptUse
     workers: tuple[str, ...] = ()
     lease: bytes = b""
     offered: list[int] = field(default_factory=list)
@@ -110,14 +122,15 @@ class PeerFetch:
 class PeerReads:
     """Loads pages from peers into new nodes on the host, which are private to the view that asked for them.
 
-    Pages that other views share there, too, become shared here by the evidence that this group has. Storage is looked
-    up at the same time; pages that it had are not requested from the peer.
+    They are evidence, and belong to a session, as if they had been computed here. Storage is looked up at the same
+    time; pages that it had are not requested from the peer.
     """
 
     def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, note: Callable[[Node], None]) -> None:
         """`note` is called with each new node."""
         self._store = store
-        self._arrivals = Arrivals(store, note)
+        self._arrivals = Arrivals(store)
+        self._note = note
         self._host = host
         self._ledger = ledger
         self._fetches: dict[PeerFetch, None] = {}
@@ -138,8 +151,8 @@ class PeerReads:
         """Whether there are offered pages to request."""
         return any(_is_due(fetch) for fetch in self._fetches)
 
-    def begin(self, viewer: Account, token_ids: TokenIds, min_tokens: int) -> PeerFetch | None:
-        """Return an empty fetch for a request's whole pages that its view lacks, with at least `min_tokens` tokens.
+    def begin(self, viewer: Account, token_ids: TokenIds, min_tokens: int, use: PromptUse) -> PeerFetch | None:
+        """Return an empty fetch for a prompt's whole pages that its view lacks, with at least `min_tokens` tokens.
 
         None if there are fewer, or if they could not be attached.
         """
@@ -148,7 +161,8 @@ class PeerReads:
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
         if (end - match.pages) * tree.page_size < max(min_tokens, 1) or not can_grow(match.partial or match.node):
             return None
-        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, match.pages, match.pages, match.pages, min_tokens)
+        first = match.pages
+        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, first, first, first, min_tokens, use)
         self._fetches[fetch] = None
         return fetch
 
@@ -181,7 +195,8 @@ class PeerReads:
         kept = 0
         if ack.done_pages:
             pages = opened.transfer.host_pages[: ack.done_pages]
-            kept = self._arrivals.attach(fetch.scope, fetch.key, fetch.position, pages, fetch.scope)
+            mark = partial(self._mark, fetch.use)
+            kept = self._arrivals.attach(fetch.scope, fetch.key, fetch.position, pages, fetch.scope, mark)
             fetch.position += kept
         if kept < opened.transfer.pages:
             fetch.stop()
@@ -204,6 +219,17 @@ class PeerReads:
             fetch.stop()
         self._fetches.clear()
         self._open.clear()
+
+    def _mark(self, use: PromptUse, node: Node) -> None:
+        node.no_promote = not use.may_promote
+        if use.session is not None:
+            node.sessions = frozenset((use.session,))
+            node.owner.has_sessions = True
+        if self._store.config.mode is Mode.USER_AWARE:
+            may_share = use.may_promote and node.owner.tenant.sharing is not Sharing.NONE
+            node.prompt_epoch = self._store.epoch if may_share else None
+            self._store.fresh[node] = None
+        self._note(node)
 
     def _skip_present(self, fetch: PeerFetch) -> None:
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)

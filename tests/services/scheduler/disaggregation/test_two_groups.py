@@ -11,11 +11,11 @@ import pytest
 
 from common.wire.requests import schedule_request_to_wire
 from deploy.supervisor.layout import free_port
-from protos.gen.pando.v1 import scheduler_pb2
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from tests.fakes.certificates import Authority
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, make_request
-from tests.services.scheduler.pipeline import Pipeline, until_state
+from tests.services.scheduler.pipeline import ADMIN, Pipeline, until_state
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -145,6 +145,21 @@ async def test_pages_are_found_by_the_view_only_that_asked_for_them(groups: Grou
     # The prefill group's cache counts as cached for those who may see it.
     await groups.run("more", LONG + [7 * position % 900 + 11 for position in range(30)])
     assert groups.decode.detokenizer.cached["more"] >= 4 * WHOLE_PAGES
+    await groups.released()
+
+
+async def test_a_forgotten_session_leaves_nothing_in_either_group(groups: Groups) -> None:
+    request = schedule_request_to_wire(make_request("one", LONG))
+    request.session, request.prefill_group = "talk", groups.prefill.address("scheduler")
+    assert not (await groups.decode.submit_wire(request)).HasField("rejected")
+    await groups.decode.finished("one")
+    assert (await groups.decode.state()).disaggregation.fetched_pages == WHOLE_PAGES
+    await groups.released()
+    subject = common_pb2.Subject(tenant="tenant", name="alice")
+    for pipeline in (groups.prefill, groups.decode):
+        assert (await pipeline.state()).cache_accounting.private_pages >= WHOLE_PAGES
+        await pipeline.stub.Forget(scheduler_pb2.ForgetRequest(subject=subject, session="talk"), metadata=ADMIN)
+        assert (await pipeline.state()).cache_accounting.private_pages == 0
     await groups.released()
 
 
