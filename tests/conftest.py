@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,6 +51,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Before anything loads torch: with two threads that spin, a parallel region took 8 ms on a shared machine.
 limit_spinning()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--chat-templates`."""
+    parser.addoption(
+        "--chat-templates", metavar="FOLDER", type=Path, help="real chat templates, *.jinja, to test besides our own"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -263,17 +263,18 @@ def _calls_in(pieces: Sequence[Piece]) -> list[Call]:
 def _unreadable(templates: ChatTemplates) -> str | None:
     """Return why the template's calls cannot be read; None if it shows neither tools nor calls."""
     shown = _rendered(templates, (_QUESTION,), opens=True)
-    if shown is not None and _NAME not in shown:
-        outputs = [output for ids in _IDS for output in _outputs(templates, _CALLS[:1], ids, as_text=False)]
-        if not any(_NAME in output for output in outputs):
-            return None
+    outputs = [output for ids in _IDS for output in _outputs(templates, _CALLS[:1], ids, as_text=False)]
+    writes_calls = any(_NAME in output for output in outputs)
+    if shown is not None and _NAME not in shown and not writes_calls:
+        return None
     known = ", ".join(style.value for style in NOTATIONS)
     refusal = _refusal(templates)
-    problem = (
-        "the chat template writes tool calls in a notation that is not known here, or does not write them"
-        if refusal is None
-        else f"a conversation with a tool call cannot be rendered ({refusal})"
-    )
+    if refusal is not None:
+        problem = f"a conversation with a tool call cannot be rendered ({refusal})"
+    elif writes_calls:
+        problem = "the chat template writes tool calls in a notation that is not known here"
+    else:
+        problem = "the chat template leaves earlier tool calls out, so that their notation is not found"
     return f"{problem}; set model.tool_style to the model's notation if it is one of {known}"
 
 
