@@ -7,6 +7,8 @@ import base64
 import binascii
 from typing import TYPE_CHECKING, Protocol
 
+import pybase64
+
 from common.errors import InvalidRequestError
 from common.requests import ImageFile
 from gateway.batches.files import FileOwner, file_missing
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 # Purposes of files whose images may be used.
 PURPOSES = ("vision", "user_data")
 # Characters that are decoded before other requests have their turn; a multiple of four.
-PIECE_CHARACTERS = 256 * 1024
+PIECE_CHARACTERS = 4 * 1024 * 1024
 NO_URLS = "this server fetches no URLs; send a data URL (data:image/png;base64,…)"
 
 
@@ -213,7 +215,7 @@ async def _decoded(text: str, start: int, reference: ImageReference) -> bytes:
     for place in range(start, len(text), PIECE_CHARACTERS):
         piece = text[place : place + PIECE_CHARACTERS]
         try:
-            decoded = binascii.a2b_base64(piece, strict_mode=True)
+            decoded = _decode(piece)
         except ValueError as error:  # also of characters that are not ASCII
             raise _refused(reference, f"is not valid base64: {error}") from error
         is_last = place + PIECE_CHARACTERS >= len(text)
@@ -223,6 +225,19 @@ async def _decoded(text: str, start: int, reference: ImageReference) -> bytes:
             await asyncio.sleep(0)
         pieces.append(decoded)
     return b"".join(pieces)
+
+
+def _decode(piece: str) -> bytes:
+    """Return the bytes of strict base64.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        # Much faster than `binascii`, which decides about the rest: bits after the last byte may be set.
+        return pybase64.b64decode(piece, validate=True)
+    except ValueError:
+        return binascii.a2b_base64(piece, strict_mode=True)
 
 
 def _check_size(size: int, limits: ImageLimits, reference: ImageReference) -> None:
