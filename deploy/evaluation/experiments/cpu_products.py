@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.host import available_cores
 from deploy.evaluation.bench.figures import Spread
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
-from services.worker.engine.host import available_cores, limit_spinning
+from services.worker.engine.host import limit_spinning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

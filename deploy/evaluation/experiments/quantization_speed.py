@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.host import available_cores
 from services.worker.engine.backends import RunnerOptions, find_library, select_backend, select_device
 from services.worker.engine.checkpoints.safetensors_directory import read_config
-from services.worker.engine.host import available_cores
 from services.worker.engine.parallel.shards import shard_model
 from services.worker.engine.quantization import grouped, int8
 from services.worker.engine.quantization.fp8 import quantise, quantise_blocks

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
+from common.host import available_cores
 from services.worker.engine.adapters.active import GroupedAdapters
-from services.worker.engine.host import available_cores
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.build import BuildError, build_library, cache_directory, find_openmp

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
+from common.host import available_memory
 from common.steps import RecurrentStates, WindowPool
 from services.worker.engine.backends import check_float8_kv, ranks_on_host
-from services.worker.engine.host import available_memory
 from services.worker.engine.host_tier.pool import count_host_pages
 from services.worker.engine.measuring.capacity import (
     LEAST_SNAPSHOTS,

@@ -12,6 +12,7 @@ import torch
 from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
 from common.heads import has_pooling_module, only_embeds, read_head
+from common.host import available_memory
 from common.models import ModelKind, resolve_model
 from common.steps import EngineCapacity
 from services.worker.engine.adapters.shelf import AdapterShelf
@@ -36,7 +37,6 @@ from services.worker.engine.checkpoints.safetensors_directory import read_json
 from services.worker.engine.decoder_memory import DecoderMemory, check_memory
 from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
-from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import return_freed_memory
 from services.worker.engine.host_tier.device_pages import page_form_of
 from services.worker.engine.host_tier.pool import allocate_host_pool

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
+from common.host import available_memory
 from services.worker.engine.backends import ranks_on_host
 from services.worker.engine.checkpoints.replacing import states_of, weights_of
-from services.worker.engine.host import available_memory
 from services.worker.engine.loader import DecoderLoader
 
 if TYPE_CHECKING:

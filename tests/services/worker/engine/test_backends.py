@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
+from common.host import available_cores
 from common.steps import EngineSpec
 from services.worker.engine.backends import (
     DTYPES,
@@ -18,7 +19,6 @@ from services.worker.engine.backends import (
     select_dtype,
     select_kv_dtype,
 )
-from services.worker.engine.host import available_cores
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.build import build_library, find_openmp
 from services.worker.engine.kernels.cpu.library import CpuLibrary

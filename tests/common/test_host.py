@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.worker.engine import host
+from common import host
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,12 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_twins_of_a_core_count_once(system: Path) -> None:
     assert host.available_cores() == 2
+
+
+def test_twins_count_as_processors(system: Path) -> None:
+    assert host.available_processors() == 4
+    (system / "cgroup" / "cpu.max").write_text("300000 100000\n")
+    assert host.available_processors() == 3
 
 
 def test_processors_this_process_may_not_use_do_not_count(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
