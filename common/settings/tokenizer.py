@@ -29,9 +29,11 @@ class ImageDecodingSettings(Section):
     max_frames: int = Field(default=768, ge=2, le=4096)
     """Frames of a video, for models that take some; it counts as one image, and its frames together as one file. Of a
     video in a file, at most as many are taken."""
-    processes: int = Field(default=2, ge=1, le=64)
+    processes: int = Field(default=0, ge=0, le=64)
     """Processes that decode images, one at a time each; they can neither open files nor connections. One user's images
-    leave one of them to others, and one tenant's leave one to other tenants that send images."""
+    leave one of them to others, and one tenant's leave one to other tenants that send images. 0: half as many as the
+    tokenizer may use processors, but two to eight, and beyond two only as many as may take half of its free memory
+    (memory_bytes each)."""
     memory_bytes: int = Field(default=768 * 1024 * 1024, ge=64 * 1024 * 1024)
     """Memory that each of them may use for an image; an image that takes more is refused. About 16 bytes per pixel of
     max_pixels are enough."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from common.chat_template import read_chat_template
 from common.errors import ConfigurationError
 from common.fleet.state import open_fleet
+from common.host import available_memory, available_processors
 from common.logs import get_logger
 from common.metrics import MODEL_INFO
 from common.requests import ImageLimits
@@ -34,7 +35,7 @@ from services.tokenizer.encoding import PromptEncoder
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.images.child import ChildLimits
 from services.tokenizer.images.containers import can_be_decoded
-from services.tokenizer.images.pool import ImagePool
+from services.tokenizer.images.pool import ImagePool, usual_processes
 from services.tokenizer.images.prompts import NoImages, PreparedPrompts
 from services.tokenizer.images.recent import RecentImages
 from services.tokenizer.images.registry import read_processor
@@ -127,7 +128,9 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
         get_logger("images").warning("images.refused", reason=str(error))
         return None, NoImages()
     limits = ChildLimits(rules.max_pixels, rules.max_frames, rules.memory_bytes, rules.timeout_s)
-    pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s, RecentImages(rules.kept_bytes))
+    processes = rules.processes or usual_processes(available_processors(), available_memory(), rules.memory_bytes)
+    get_logger("images").info("images.processes", processes=processes)
+    pool = ImagePool(directory, processor, limits, processes, rules.timeout_s, RecentImages(rules.kept_bytes))
     return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id, video_mark_id(config))
 
 

@@ -59,6 +59,8 @@ EXPIRY_S = 15.0
 ABANDONED_S = 1.0
 # For how long a tenant that has sent an image is expected to send another one.
 PRESENCE_S = 300.0
+# Of processes, where their number is not configured: one user cannot use the last one.
+FEWEST_PROCESSES, MOST_PROCESSES = 2, 8
 CRASHED = "cannot be decoded: its decoder crashed, or took more memory than allowed"
 FAILED = "could not be decoded because of an error of this server, which was logged"
 
@@ -358,6 +360,16 @@ class ImagePool:
             job.result.set_exception(result)
         else:
             job.result.set_result(result)
+
+
+def usual_processes(processors: int, memory_bytes: int, limit_bytes: int) -> int:
+    """Return how many processes decode images where their number is not configured.
+
+    Half of the `processors` are left to other work, and half of `memory_bytes`, those that are free; each process may
+    take `limit_bytes`.
+    """
+    room = min(MOST_PROCESSES, processors // 2, memory_bytes // 2 // limit_bytes)
+    return max(FEWEST_PROCESSES, room)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from common.requests import ImageFile
 from common.types import ErrorCode, Subject, View
 from services.tokenizer.images import pool
 from services.tokenizer.images.child import LENGTH, ChildLimits
-from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
+from services.tokenizer.images.pool import WAITING_PIECES, ImagePool, usual_processes
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.recent import RecentImages
 from services.tokenizer.images.registry import read_processor
@@ -463,6 +463,16 @@ async def test_files_that_wait_have_a_bound(bench: Bench) -> None:
     large = ImageFile(bytes(WAITING_PIECES * 64 * 1024 + 1))
     with pytest.raises(QueueFullError, match="waiting for their images"):
         await bench.pool.prepare(ADA, [large], "messages", MOST_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("processors", "memory_gib", "processes"),
+    [(1, 64, 2), (4, 64, 2), (6, 64, 3), (16, 64, 8), (96, 64, 8), (16, 3, 2), (16, 8, 5)],
+)
+def test_by_default_there_are_as_many_processes_as_the_host_has_room_for(
+    processors: int, memory_gib: int, processes: int
+) -> None:
+    assert usual_processes(processors, memory_gib * 2**30, 768 * 2**20) == processes
 
 
 async def test_processes_end_with_the_pool(directory: Path) -> None:
