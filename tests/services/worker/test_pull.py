@@ -43,6 +43,6 @@ def test_a_model_that_is_not_there_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = ["--tensor-parallel=1", "--pipeline-parallel=2", "--ranks-per-pod=1", "--pod=1"]
-    monkeypatch.setattr(sys, "argv", ["pull", "nothing", *numbers])
+    monkeypatch.setattr(sys, "argv", ["pull", "./nothing", *numbers])
     assert pull.main() == 2
-    assert capsys.readouterr().err.startswith("model 'nothing': no such model")
+    assert capsys.readouterr().err.startswith("model './nothing': no such model")

@@ -118,7 +118,7 @@ async def test_text_printed_by_a_detector_is_not_taken_for_a_verdict(model: Text
     [
         ({"rules": "nowhere.toml"}, "nowhere.toml"),
         ({"detectors": ("paterns",)}, "paterns"),
-        ({"reference": "no-such-model"}, "no-such-model"),
+        ({"reference": "./no-such-model"}, "no-such-model"),
     ],
 )
 async def test_invalid_checker_options_are_reported_at_once(
