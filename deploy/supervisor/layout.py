@@ -39,6 +39,9 @@ _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT, _TRIES = 20_000, 20
 # A CPU computes 512 tokens of a small model in the time in which a GPU computes 4,096 of a large one.
 ON_GPUS = {"max_rows": 256, "max_step_tokens": 4096}
+# GiB of each rank's host tier where groups read pages of others, if nothing else is configured: some long prompts of a
+# small model on a CPU, and of one of 8 billion parameters on a GPU (32,768 tokens of 128 KiB).
+HOST_GIGABYTES, HOST_GIGABYTES_ON_GPUS = 1.0, 4.0
 
 
 class Stage(Enum):
@@ -169,12 +172,8 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
         raise ConfigurationError("a scheduler group requires at least 1 tensor-parallel rank")
     if all(role is GroupRole.PREFILL for role in replicas.roles):
         raise ConfigurationError("a scheduler group that serves requests is required beside those that only prefill")
-    host_tier = settings.scheduler.host_tier
-    if GroupRole.DECODE in replicas.roles and not (host_tier.gigabytes or host_tier.pages):
-        raise ConfigurationError(
-            "groups that leave prompts to others need a host tier, where the pages arrive: "
-            "add --scheduler.host_tier.gigabytes 4"
-        )
+    if GroupRole.DECODE in replicas.roles:
+        settings = with_host_tier(settings)
     takes_turns = settings.scheduler.device_turns.enabled
     if takes_turns and len(replicas.roles) > 1:
         raise ConfigurationError("models that share a device have one scheduler group each: leave out --roles")
@@ -474,6 +473,25 @@ def command_of(service: ServiceSpec, python: str, config: Path, parent_pid: int)
     """Return the command line that runs `service` with the settings in `config` and is killed with `parent_pid`."""
     child = ("-m", "deploy.supervisor.child", str(parent_pid), IGNORE_SIGTERM)
     return (python, *child, service.module, "--config", str(config))
+
+
+def with_host_tier(settings: Settings) -> Settings:
+    """Return `settings` with a host tier, where pages of other groups arrive, of a default size if none is configured.
+
+    Raises:
+        ConfigurationError: it is turned off.
+    """
+    tier = settings.scheduler.host_tier
+    if tier.pages or (tier.gigabytes and tier.pages is None):
+        return settings
+    gigabytes = HOST_GIGABYTES_ON_GPUS if runs_on_gpu(settings.worker) else HOST_GIGABYTES
+    if tier.model_fields_set & {"gigabytes", "pages"}:
+        raise ConfigurationError(
+            "groups that leave prompts to others need a host tier, where the pages arrive, and scheduler.host_tier."
+            f"{'gigabytes' if tier.pages is None else 'pages'} is 0: leave it out for {gigabytes:g} GiB on each rank, "
+            "or set another size"
+        )
+    return _with(settings, "scheduler", {"host_tier": tier.model_copy(update={"gigabytes": gigabytes})})
 
 
 def suited(settings: Settings) -> Settings:

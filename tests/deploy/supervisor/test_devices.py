@@ -1,4 +1,4 @@
-"""Settings that suit GPUs, where nobody has made them."""
+"""Settings that suit GPUs and roles, where nobody has made them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.errors import ConfigurationError
 from common.settings import Settings, load_settings
 from deploy.supervisor import layout
-from deploy.supervisor.layout import ON_GPUS, plan_layout, runs_on_gpu, suited
+from deploy.supervisor.command import read_roles
+from deploy.supervisor.layout import (
+    HOST_GIGABYTES,
+    HOST_GIGABYTES_ON_GPUS,
+    ON_GPUS,
+    Replicas,
+    plan_layout,
+    runs_on_gpu,
+    suited,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,3 +63,21 @@ def test_all_services_of_a_deployment_get_the_sizes_for_gpus(tmp_path: Path) -> 
     layout = plan_layout(settings_of("--worker.device=cuda"), tmp_path)
     for name in ("scheduler", "worker"):
         assert sizes(layout.find(name).settings) == tuple(ON_GPUS.values())
+
+
+def host_gigabytes(folder: Path, roles: str, *flags: str) -> list[float]:
+    layout = plan_layout(settings_of(*flags), folder, 1, Replicas(groups=read_roles(roles)))
+    schedulers = [spec for spec in layout.services if spec.module == "services.scheduler"]
+    return [spec.settings.scheduler.host_tier.gigabytes for spec in schedulers]
+
+
+def test_groups_that_read_pages_of_others_have_a_host_tier_unless_it_is_configured(tmp_path: Path) -> None:
+    cpu, gpu = "--worker.device=cpu", "--worker.device=cuda"
+    assert host_gigabytes(tmp_path, "prefill=1,decode=1", cpu) == [HOST_GIGABYTES] * 2
+    assert host_gigabytes(tmp_path, "prefill=1,decode=1", gpu) == [HOST_GIGABYTES_ON_GPUS] * 2
+    assert host_gigabytes(tmp_path, "prefill=1,decode=1", cpu, "--scheduler.host_tier.gigabytes=3") == [3, 3]
+    assert host_gigabytes(tmp_path, "prefill=1,decode=1", cpu, "--scheduler.host_tier.pages=8") == [0, 0]
+    assert host_gigabytes(tmp_path, "both=2", cpu) == [0, 0]
+    for size in ("gigabytes", "pages"):
+        with pytest.raises(ConfigurationError, match=f"host_tier.{size} is 0: leave it out for 1 GiB"):
+            host_gigabytes(tmp_path, "prefill=1,decode=1", cpu, f"--scheduler.host_tier.{size}=0")
