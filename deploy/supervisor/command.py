@@ -20,6 +20,7 @@ from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import PlannedGroup, Replicas, lay_out
 from deploy.supervisor.models import pin_models
 from deploy.supervisor.process import Probes
+from deploy.supervisor.room import check_room, find_host
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
 if TYPE_CHECKING:
@@ -77,9 +78,10 @@ def main(argv: Sequence[str]) -> int:
     """Run `pando up` with the arguments after its name; return the process's exit status."""
     try:
         settings, arguments = read_arguments(argv)
+        replicas = Replicas(arguments.tokenizers, arguments.detokenizers, arguments.roles, arguments.encoders)
+        check_room(settings, arguments.tp, replicas, find_host())
         # A missing model is reported here, rather than in the log of the first service that reads it.
         settings = pin_models(settings, arguments.tp, download_report(as_json=settings.log.format == "json"))
-        replicas = Replicas(arguments.tokenizers, arguments.detokenizers, arguments.roles, arguments.encoders)
         layout, directory = lay_out(settings, arguments.tp, arguments.run_directory, replicas)
     except ConfigurationError as error:
         sys.stderr.write(f"pando up: {error}\n")
