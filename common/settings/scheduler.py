@@ -157,9 +157,9 @@ class VisionSettings(Section):
     """The vision encoder: how much a step encodes, and what is kept. An image has as many embeddings as tokens."""
 
     step_embeddings: int = Field(default=1024, ge=1)
-    """Embeddings of images that one step may encode; a larger image is the only one of its step. Each also counts as a
-    token of max_step_tokens. All rows of a step wait for its images, so that more would make the gaps between tokens of
-    other requests longer, and fewer would leave a large GPU idle."""
+    """Embeddings of images that a step with decoding rows may encode; a larger image is the only one of its step. Each
+    also counts as a token of max_step_tokens, the limit of other steps. All rows of a step wait for its images, so that
+    more would make the gaps between tokens of other requests longer, and fewer would leave a large GPU idle."""
     kept_embeddings: int = Field(default=16_384, ge=0)
     """Embeddings of images that workers keep after they have encoded them, so that a user's image is not encoded again
     for another question about it. They are private to the user, or to the user's cache_salt. Each takes as much memory

@@ -43,14 +43,15 @@ class ImageWork:
     """Plans the encoder's work: workers encode an image in the step whose chunk begins it.
 
     Each embedding counts as a token of the step in which it is encoded. A chunk ends before an image that does not fit
-    in what is left of the step's tokens, or of its `step_embeddings`. The first image of a step is encoded regardless
-    of its size, as the encoder cannot cut one; then the chunk computes a single token of it if no more are left.
+    in what is left of the step's tokens, or of its `step_embeddings` if rows decode in it, which would wait for the
+    encoder. The first image of a step is encoded regardless of its size, as the encoder cannot cut one; then the chunk
+    computes a single token of it if no more are left.
 
     Where tokens of an image attend to each other (`VisionLimits.block`), chunks begin and end beside these runs.
     """
 
     def __init__(self, outputs: EncoderOutputs, limits: VisionLimits) -> None:
-        """Keep embeddings as `outputs`, and encode as many of them in a step as `limits` allow."""
+        """Keep embeddings as `outputs`, and encode as many of them in a step with decoding rows as `limits` allow."""
         self.outputs = outputs
         self.encodings = Encodings(outputs)
         self._most = limits.step_embeddings
@@ -58,6 +59,7 @@ class ImageWork:
         self._rows: dict[RowSlot, list[_PendingImage]] = {}
         # Of the plan that is being made.
         self.planned = 0
+        self._delays_rows = False
         # Since the start.
         self.encoded_images = 0
         self.encoded_embeddings = 0
@@ -99,9 +101,10 @@ class ImageWork:
         self.outputs.forget_all()
         self.encodings.forget_all()
 
-    def begin_plan(self) -> None:
-        """Start to count what is encoded in a plan."""
+    def begin_plan(self, *, delays_rows: bool) -> None:
+        """Start to count what is encoded in a plan; `delays_rows`: rows decode in its first step."""
         self.planned = 0
+        self._delays_rows = delays_rows
 
     def cut(self, row: RowSlot, start: int, length: int, budget: int) -> int:
         """Return the length of a chunk from `start` that begins only images which this step can encode.
@@ -115,7 +118,10 @@ class ImageWork:
                 break
             if not image.embeddings:
                 continue
-            if planned and image.embeddings > min(self._most - planned, budget - before - image.least):
+            room = budget - before - image.least
+            if self._delays_rows:
+                room = min(room, self._most - planned)
+            if planned and image.embeddings > room:
                 return before
             planned += image.embeddings
             budget -= image.embeddings

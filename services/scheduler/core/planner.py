@@ -129,13 +129,13 @@ class Planner:
         """Return the next plan, if any, and whether pages were freed instead, so that planning has to start over."""
         self._suspend_batches()
         first = self._make_room()
-        self._memory.images.begin_plan()
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         jumped = self._rows.jump_tokens()
         before = self._rows.planned.copy()
         micro_batch = self._rows.next_micro_batch(self._micro_batch)
         decoding, grants = self._plan_decode(micro_batch)
+        self._memory.images.begin_plan(delays_rows=len(decoding) > 0)
         guesses = self._draft(decoding, jumped, grants, now) if idle else {}
         drafted = sum(guess.token_ids.size for guess in guesses.values())
         budget = self._prefill_budget(len(decoding) + jumped + drafted)

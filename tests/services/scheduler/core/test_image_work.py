@@ -65,12 +65,31 @@ def test_embeddings_count_as_tokens_of_the_step_that_encodes_them() -> None:
     assert chunks_of(harness) == [[6], [8]]
 
 
-def test_images_beyond_the_limit_of_a_step_wait_for_the_next() -> None:
+def test_images_beyond_the_limit_of_a_step_with_decoding_rows_wait_for_the_next() -> None:
     harness = Harness(max_step_tokens=64, depth=1, pages=128, vision=VisionLimits(step_embeddings=12))
+    submit(harness, make_request("text", [900, 901], max_tokens=8))
+    harness.plan()
+    harness.result()
     requests = [ask(f"r{number}", QUESTIONS[number], (CAT, 6), [3], user=f"user-{number}") for number in range(3)]
     assert serve(harness, *requests) == [[6, 6], [6]]
     # The third one's text is computed at once.
-    assert chunks_of(harness) == [[10, 10, 3], [7]]
+    assert chunks_of(harness) == [[2], [10, 10, 3], [7]]
+
+
+def test_images_that_delay_no_decoding_row_are_encoded_together() -> None:
+    vision = VisionLimits(step_embeddings=12)
+    requests = [ask(f"r{number}", QUESTIONS[number], (CAT, 6), [3], user=f"user-{number}") for number in range(3)]
+    harness = Harness(max_step_tokens=64, depth=1, pages=128, vision=vision)
+    assert serve(harness, *requests) == [[6, 6, 6]]
+    # With their embeddings, the three prompts of 10 tokens do not fit into one step.
+    harness = Harness(max_step_tokens=40, depth=1, pages=128, vision=vision)
+    assert serve(harness, *requests) == [[6, 6], [6]]
+
+
+def test_images_of_one_prompt_are_encoded_together() -> None:
+    harness = Harness(max_step_tokens=64, depth=1, pages=128, vision=VisionLimits(step_embeddings=6))
+    assert serve(harness, ask("one", [1, 2], (CAT, 6), (DOG, 6), [3, 4])) == [[6, 6]]
+    assert chunks_of(harness) == [[16]]
 
 
 def test_text_decodes_in_every_step_while_many_images_are_encoded() -> None:
