@@ -13,6 +13,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
+from common.host import keep_freed_memory
 from common.logs import configure_logging, get_logger
 from common.metric_names import exposed
 from common.metrics import BUILD_INFO, start_metrics_server
@@ -64,6 +65,8 @@ def run_service(
     logged and ends the process with `REFUSED_EXIT`.
     """
     configure_logging(name, settings.log)
+    # Requests with images are copied some times on their way.
+    keep_freed_memory()
     logger = get_logger("runtime")
     build = own_build()
     BUILD_INFO.labels(build.version, build.protocol).set(1)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,3 +57,24 @@ def test_available_memory_is_the_unused_part_of_a_memory_limit(system: Path) -> 
     assert host.available_memory() == 2000
     (system / "cgroup" / "memory.max").write_text("max\n")
     assert host.available_memory() > 2000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept_for_the_next_use() -> None:
+    program = """
+import resource
+from common.host import keep_freed_memory
+
+def touched_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytes([number]) * 2**22 for number in range(8)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory()
+first = touched_pages()
+print(first, sum(touched_pages() for _ in range(4)))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, later = map(int, ran.stdout.split())
+    assert later < first // 4

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 from PIL import Image
 
 from common.child_process import die_with_parent
+from common.host import keep_freed_memory
 from services.tokenizer.images.confinement import allow_time, confine
 from services.tokenizer.images.containers import can_be_decoded
 from services.tokenizer.images.decode import FORMATS, decode
@@ -101,6 +102,7 @@ def main() -> None:
     """Serve standard input until it ends."""
     parent, directory, max_pixels, max_frames, memory_bytes, cpu_seconds = sys.argv[1:]
     die_with_parent(int(parent))
+    keep_freed_memory()
     limits = ChildLimits(int(max_pixels), int(max_frames), int(memory_bytes), float(cpu_seconds))
     processor = read_processor(Path(directory))
     questions, answers = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")

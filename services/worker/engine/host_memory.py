@@ -9,28 +9,20 @@ import mmap
 
 import torch
 
+from common import host
+
 _HUGE_PAGE = 2 * 1024**2
 _CHUNK = 32 * _HUGE_PAGE
 _ALIGNMENT = 64  # a cache line
 
 
-# `mallopt` of glibc: parameters, and the largest threshold it accepts.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 * 1024**2
-
-
 def keep_freed_memory() -> None:
-    """Let this process keep the memory of freed tensors for the next ones, where the C library is glibc.
+    """Let this process keep all memory of freed tensors for the next ones, where the C library is glibc.
 
     Otherwise large intermediate results are mapped, filled with zeros by the system and unmapped in every layer, which
     is 5 % of a prefill.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    host.keep_freed_memory(2**31 - 1)
 
 
 def return_freed_memory() -> None:
