@@ -174,6 +174,7 @@ class Fleet:
         if not groups:
             return request
         chosen = self._policy.choose(affinity_key(request), groups, self._prefixes.find(request))
+        self._replicas[chosen].note_prefill()
         return replace(request, prefill_group=chosen, prefill_group_name=self._replicas[chosen].certified_as)
 
     def _serving(self, away: Collection[str] = ()) -> dict[str, Replica]:
@@ -278,6 +279,10 @@ class Replica:
         self._sent_since += len(requests)
         self._unanswered.update(request.request_id for request in requests)
         metrics.ROUTED_TOTAL.labels(self.name).inc(len(requests))
+
+    def note_prefill(self) -> None:
+        """Count a prompt that another group may have computed here, until the next report, which includes it if so."""
+        self._sent_since += 1
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session here; see `SchedulerLink.open_session`."""
