@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError
 from deploy.evaluation.bench.results import current_commit, read_results, rounded, write_results
 from deploy.evaluation.experiments.formats import FORMATS, shape_in
-from deploy.evaluation.experiments.remote_prefills import RemotePrefills, read_remote_prefills
+from deploy.evaluation.experiments.remote_prefills import PrefillCounts, read_remote_prefills
 from deploy.supervisor.layout import free_port
 
 if TYPE_CHECKING:
@@ -231,16 +231,16 @@ def words(command: str) -> Iterator[str]:
         yield from {"pando": (sys.executable, "-m", "deploy.cli"), "python": (sys.executable,)}.get(word, (word,))
 
 
-def _reader_of(deployment: LaunchedDeployment | None) -> Callable[[], RemotePrefills]:
+def _reader_of(deployment: LaunchedDeployment | None) -> Callable[[], PrefillCounts]:
     """Return a function that counts a deployment's remote prefills, by the metrics of its schedulers if it has any."""
     first = deployment.settings.scheduler.metrics_port if deployment else None
     if deployment is None or not first:
-        return RemotePrefills
+        return PrefillCounts
     schedulers = sum(name.startswith("scheduler") for name in deployment.process_ids)
     return lambda: read_remote_prefills(range(first, first + schedulers))
 
 
-def add_figures(found: Path, prefills: RemotePrefills) -> None:
+def add_figures(found: Path, prefills: PrefillCounts) -> None:
     """Add to a load's results those of its prompts that other groups computed, with the ones of its warm-up."""
     for result in read_results(found)[:1]:
         figures = (

@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePrefills:
+class PrefillCounts:
     """Counts of all schedulers since their start, or between two times.
 
     `copied_bytes` and `copy_s` are those of all pages that were read, on one rank; `transfer_s` and `exposed_s` are
@@ -33,12 +33,12 @@ class RemotePrefills:
     copied_bytes: float = 0.0
     copy_s: float = 0.0
 
-    def __add__(self, other: RemotePrefills) -> RemotePrefills:
-        return RemotePrefills(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+    def __add__(self, other: PrefillCounts) -> PrefillCounts:
+        return PrefillCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
-    def since(self, before: RemotePrefills) -> RemotePrefills:
+    def since(self, before: PrefillCounts) -> PrefillCounts:
         """Return what was counted after `before`."""
-        return RemotePrefills(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+        return PrefillCounts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
     def figures(self) -> Iterator[tuple[str, float, str]]:
         """Yield names, values and units; nothing if no prompt was asked for."""
@@ -57,20 +57,20 @@ class RemotePrefills:
             yield "transfer_rate", self.copied_bytes / self.copy_s / 1e9, "GB/s"
 
 
-def read_remote_prefills(ports: Sequence[int]) -> RemotePrefills:
+def read_remote_prefills(ports: Sequence[int]) -> PrefillCounts:
     """Return the sum of what the schedulers with these metrics ports on this host have counted.
 
     Raises:
         httpx.HTTPError: one does not answer.
     """
-    total = RemotePrefills()
+    total = PrefillCounts()
     for port in ports:
         response = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=TIMEOUT_S)
         total += parse_remote_prefills(response.raise_for_status().text)
     return total
 
 
-def parse_remote_prefills(text: str) -> RemotePrefills:
+def parse_remote_prefills(text: str) -> PrefillCounts:
     """Parse a scheduler's counts from Prometheus' text format; those that it does not export are 0."""
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value
@@ -80,5 +80,6 @@ def parse_remote_prefills(text: str) -> RemotePrefills:
     outcomes = (samples.get((f"{PREFIX}s_total", (name,)), 0.0) for name in ("asked", "fetched", "failed"))
     times = (samples.get((f"{PREFIX}_{name}_seconds_total", ()), 0.0) for name in ("transfer", "exposed"))
     names = (f"pando_scheduler_transfer_{name}_total" for name in ("bytes", "seconds"))
-    moved = (samples.get((name, (TransferDirection.PEER_TO_HOST.value,)), 0.0) for name in names)
-    return RemotePrefills(*outcomes, *times, *moved)
+    from_peers = [each.value for each in TransferDirection if each.is_from_peer]
+    moved = (sum(samples.get((name, (direction,)), 0.0) for direction in from_peers) for name in names)
+    return PrefillCounts(*outcomes, *times, *moved)

@@ -20,7 +20,7 @@ from deploy.evaluation.experiments.gpu_table import (
     main,
     measure,
 )
-from deploy.evaluation.experiments.remote_prefills import RemotePrefills, parse_remote_prefills
+from deploy.evaluation.experiments.remote_prefills import PrefillCounts, parse_remote_prefills
 
 OFFLINE = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
 RUNS = ((1.0, None), (2.0, "8/s"))
@@ -54,7 +54,7 @@ def test_a_load_s_figures_say_how_much_of_the_transfers_was_hidden(tmp_path: Pat
     write_results(found, [Result("w1", "small", 1, "speed", 1.0, "tok/s", "pando bench", "abc", "2026-01-01", "8/s")])
     before = parse_remote_prefills(metrics_text(asked=1, fetched=1, transfer_s=5.0, exposed_s=5.0, copied=0, copy_s=0))
     after = parse_remote_prefills(metrics_text(asked=6, fetched=5, transfer_s=7.0, exposed_s=5.5, copied=3e9, copy_s=2))
-    add_figures(found, after.since(before) + RemotePrefills())
+    add_figures(found, after.since(before) + PrefillCounts())
     figures = {(result.metric, result.label): result.value for result in read_results(found)}
     assert figures == {
         ("speed", "8/s"): 1.0,
@@ -71,7 +71,7 @@ def test_a_load_s_figures_say_how_much_of_the_transfers_was_hidden(tmp_path: Pat
 def test_a_load_without_remote_prefills_has_no_such_figures(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     write_results(found, [Result("w1", "small", 1, "speed", 1.0, "tok/s", "pando bench", "abc", "2026-01-01")])
-    add_figures(found, RemotePrefills())
+    add_figures(found, PrefillCounts())
     assert [result.metric for result in read_results(found)] == ["speed"]
 
 
