@@ -37,7 +37,8 @@ class TransferDirection(Enum):
     HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the reverse; an object that
     is missing, not authentic, of another layout or too slow ends the transfer at that page, as a cache miss.
     DROP_FROM_STORAGE: objects that exist are deleted; no pages are involved. PEER_TO_HOST: the peer's page
-    `peer.device_pages[i]` is copied to `host_pages[i]`; a page that cannot be read ends the transfer.
+    `peer.device_pages[i]` is copied to `host_pages[i]`; a page that cannot be read ends the transfer. PEER_TO_DEVICE:
+    the same to `device_pages[i]`.
     """
 
     DEVICE_TO_HOST = "device_to_host"
@@ -46,6 +47,7 @@ class TransferDirection(Enum):
     STORAGE_TO_HOST = "storage_to_host"
     DROP_FROM_STORAGE = "drop_from_storage"
     PEER_TO_HOST = "peer_to_host"
+    PEER_TO_DEVICE = "peer_to_device"
 
     @property
     def uses_storage(self) -> bool:
@@ -53,6 +55,11 @@ class TransferDirection(Enum):
         return self in (
             TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST, TransferDirection.DROP_FROM_STORAGE
         )  # fmt: skip
+
+    @property
+    def is_from_peer(self) -> bool:
+        """Whether the source is another group."""
+        return self in (TransferDirection.PEER_TO_HOST, TransferDirection.PEER_TO_DEVICE)
 
     @property
     def is_between_tiers(self) -> bool:
@@ -88,8 +95,13 @@ class Transfer:
     host_pages: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     object_keys: tuple[bytes, ...] = ()
     cipher_key: bytes = field(default=b"", repr=False)
-    # Set for PEER_TO_HOST.
+    # Set for transfers from a peer.
     peer: PeerPages | None = None
+
+    @property
+    def arriving(self) -> TokenIds:
+        """The pages, [pages] int32, in which those of a peer arrive, on the device or the host."""
+        return self.device_pages if self.direction is TransferDirection.PEER_TO_DEVICE else self.host_pages
 
     @property
     def pages(self) -> int:

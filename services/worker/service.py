@@ -235,7 +235,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Permit a worker to read pages that it has mapped, and confirm what it has read."""
         first = await anext(request_iterator, worker_pb2.ReadMappedPagesRequest())
         reports = (request.read_pages async for request in request_iterator)
-        permissions = self._rank.leases.follow_reader(first.lease, first.memory, list(first.device_pages), reports)
+        permissions = self._rank.leases.follow_reader(
+            first.lease, first.memory, list(first.device_pages), reports, to_device=first.to_device
+        )
         async with contextlib.aclosing(permissions) as steps:
             async for step in steps:
                 yield worker_pb2.ReadMappedPagesResponse(permitted_pages=step.permitted, confirmed_pages=step.confirmed)

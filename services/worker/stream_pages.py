@@ -1,4 +1,4 @@
-"""Host pages as long as one stream of plans is open."""
+"""Pages of host and device as long as one stream of plans is open."""
 
 from __future__ import annotations
 
@@ -9,48 +9,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.worker.engine.execution.interface import HostPageBytes
+    from common.steps import PageIds
+    from services.worker.engine.execution.interface import AfterPasses, DevicePageBytes, HostPageBytes
 
 
 class StreamEndedError(Exception):
-    """The stream of plans is over: the host pages hold something else by now."""
+    """The stream of plans is over: its pages hold something else by now."""
 
 
-class StreamPages:
-    """The host pages of one stream of plans. Its methods belong to no thread.
+class _OfStream:
+    """Memory of one stream of plans. Methods belong to no thread.
 
     Once `close` has returned, no page is read or written any more, however late an answer of storage or a peer comes.
     """
 
-    def __init__(self, pages: HostPageBytes) -> None:
-        """Read and write `pages`."""
-        self._pages = pages
+    def __init__(self) -> None:
         self._is_closed = False
         self._users = 0
         self._changed = threading.Condition()
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self._pages.page_bytes
-
-    def read_page(self, page: int) -> bytes:
-        """Return a copy of a page's bytes.
-
-        Raises:
-            StreamEndedError: the stream of plans has ended.
-        """
-        with self.kept_open():
-            return self._pages.read_page(page)
-
-    def write_page(self, page: int, content: memoryview) -> None:
-        """Overwrite a page with `page_bytes` bytes.
-
-        Raises:
-            StreamEndedError: the stream of plans has ended.
-        """
-        with self.kept_open():
-            self._pages.write_page(page, content)
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -75,3 +51,58 @@ class StreamPages:
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._users)
+
+
+class StreamPages(_OfStream):
+    """The host pages of one stream of plans."""
+
+    def __init__(self, pages: HostPageBytes) -> None:
+        """Read and write `pages`."""
+        super().__init__()
+        self._pages = pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self._pages.page_bytes
+
+    def read_page(self, page: int) -> bytes:
+        """Return a copy of a page's bytes.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        with self.kept_open():
+            return self._pages.read_page(page)
+
+    def write_page(self, page: int, content: memoryview) -> None:
+        """Overwrite a page with `page_bytes` bytes.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        with self.kept_open():
+            self._pages.write_page(page, content)
+
+
+class StreamDevicePages(_OfStream):
+    """The device pages of one stream of plans, for writes of what arrives from peers."""
+
+    def __init__(self, pages: DevicePageBytes) -> None:
+        """Write `pages`."""
+        super().__init__()
+        self._pages = pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self._pages.form.page_bytes
+
+    def write_pages(self, pages: PageIds, content: memoryview, after: AfterPasses) -> None:
+        """Overwrite pages; see `DevicePageBytes.write_pages`.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        with self.kept_open():
+            self._pages.write_pages(pages.tolist(), content, after)

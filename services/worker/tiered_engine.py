@@ -1,4 +1,4 @@
-"""An engine whose host pages also go to storage and back, and come from workers of other groups."""
+"""An engine whose host pages also go to storage and back, and whose pages come from workers of other groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck, TransferDirection
 from services.worker.engine.execution.interface import InvalidPlanError, never_overtaken
-from services.worker.peers.reading import PeerTarget
+from services.worker.peers.targets import DeviceTarget, HostTarget, PeerTarget
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
 from services.worker.storage.tier import Shard
-from services.worker.stream_pages import StreamPages
+from services.worker.stream_pages import StreamDevicePages, StreamPages
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ProgressReport,
     )
     from services.worker.peers.reading import PeerReader
+    from services.worker.peers.targets import TargetPages
     from services.worker.storage.tier import WorkerStorageTier
 
 # How long an engine without work keeps a plan open for acknowledgements of storage or peers; the next plan waits
@@ -58,7 +59,7 @@ class TieredEngine:
         self._loop = loop
         self._stream: _Stream | None = None
         self._form: ObjectFormat | None = None
-        self._host_pages = 0
+        self._host_pages = self._device_pages = 0
         self._rank = 0
         self._ranks = 1
 
@@ -121,7 +122,8 @@ class TieredEngine:
         capacity = self._inner.configure(spec, report)
         pages = self._inner.host_pages
         self._form = None if pages is None else ObjectFormat(capacity.fingerprint, pages.page_bytes)
-        self._host_pages, self._rank, self._ranks = capacity.host_pages, spec.rank, spec.world_size
+        self._host_pages, self._device_pages = capacity.host_pages, capacity.device_pages
+        self._rank, self._ranks = spec.rank, spec.world_size
         self._begin_stream()
         return replace(capacity, has_storage=self._stream is not None and self._storage is not None)
 
@@ -134,7 +136,7 @@ class TieredEngine:
         own = tuple(transfer for transfer in plan.transfers if not transfer.direction.is_between_tiers)
         if own:
             for transfer in own:
-                _check(transfer, self._host_pages, has_storage=self._storage is not None)
+                _check(transfer, self._host_pages, self._device_pages, has_storage=self._storage is not None)
                 if transfer.peer is not None and self._inner.device_pages is None:
                     raise InvalidPlanError("this model's pages cannot come from other groups")
             plan = replace(
@@ -154,7 +156,11 @@ class TieredEngine:
         if transfer.peer is not None:
             device = self._inner.device_pages
             assert device is not None, "checked before"
-            target = PeerTarget(stream.pages, self._rank, self._ranks, device.form, self._inner.peer_copies)
+            pages: TargetPages = HostTarget(stream.pages)
+            if transfer.direction is TransferDirection.PEER_TO_DEVICE:
+                assert stream.device_pages is not None, "there are pages on the device"
+                pages = DeviceTarget(stream.device_pages, device.after_passes())
+            target = PeerTarget(pages, self._rank, self._ranks, device.form, self._inner.peer_copies)
             return partial(self._peers.begin, transfer, target, stream.acks.put)
         assert self._storage is not None, "checked before"
         return partial(self._storage.begin, transfer, stream.shard, stream.acks.put)
@@ -201,20 +207,24 @@ class TieredEngine:
     def _begin_stream(self) -> None:
         pages = self._inner.host_pages
         if pages is not None and self._form is not None:
-            pages_of_stream = StreamPages(pages)
-            self._stream = _Stream(pages_of_stream, Shard(pages_of_stream, self._form))
+            of_host, device = StreamPages(pages), self._inner.device_pages
+            of_device = None if device is None else StreamDevicePages(device)
+            self._stream = _Stream(of_host, of_device, Shard(of_host, self._form))
 
     def _end_stream(self) -> None:
         if self._stream is not None:
             self._stream.pages.close()
+            if self._stream.device_pages is not None:
+                self._stream.device_pages.close()
             self._stream = None
 
 
 class _Stream:
     """Transfers of one stream of plans, as the engine's thread sees them."""
 
-    def __init__(self, pages: StreamPages, shard: Shard) -> None:
+    def __init__(self, pages: StreamPages, device_pages: StreamDevicePages | None, shard: Shard) -> None:
         self.pages = pages
+        self.device_pages = device_pages
         self.shard = shard
         # Transfers that have begun and are not acknowledged.
         self.open = 0
@@ -232,14 +242,15 @@ class _Stream:
         return acks
 
 
-def _check(transfer: Transfer, host_pages: int, *, has_storage: bool) -> None:
+def _check(transfer: Transfer, host_pages: int, device_pages: int, *, has_storage: bool) -> None:
     """Refuse a transfer that would touch memory of others."""
     pages = transfer.host_pages
-    if len(pages) and (pages.min() < 0 or pages.max() >= host_pages):
-        raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {host_pages})")
+    for ids, count in ((pages, host_pages), (transfer.device_pages, device_pages)):
+        if len(ids) and (ids.min() < 0 or ids.max() >= count):
+            raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {count})")
     peer = transfer.peer
-    if transfer.direction is TransferDirection.PEER_TO_HOST:
-        if peer is None or len(peer.device_pages) != len(pages) or not peer.workers:
+    if transfer.direction.is_from_peer:
+        if peer is None or not len(peer.device_pages) == len(transfer.arriving) == transfer.pages or not peer.workers:
             raise InvalidPlanError(f"transfer {transfer.transfer_id} names no pages of a peer")
         return
     if not has_storage:

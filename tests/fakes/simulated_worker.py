@@ -264,11 +264,13 @@ class SimulatedWorker:
         self.last_transfer = transfer.transfer_id
         device, host = transfer.device_pages.tolist(), transfer.host_pages.tolist()
         if transfer.peer is not None:
-            assert len(transfer.peer.device_pages) == len(host) == len(set(host)) > 0
-            assert not any(page in self._written(False) | self._read(False) for page in host), "a race"
+            is_device, targets = transfer.direction is TransferDirection.PEER_TO_DEVICE, transfer.arriving.tolist()
+            assert len(transfer.peer.device_pages) == transfer.pages == len(set(targets)) > 0
+            assert all(0 <= page < (self.pages if is_device else self.host_pages) for page in targets)
+            assert not any(page in self._written(is_device) | self._read(is_device) for page in targets), "a race"
             self.open[transfer.transfer_id] = _Open(transfer, [], set(range(self.ranks)))
-            for page in host:
-                self.host[page] = [None] * self.page_size
+            for page in targets:
+                self._overwrite(page, [None] * self.page_size, is_device)
             return
         assert len(device) == len(host) == len(set(device)) == len(set(host)) > 0
         assert all(0 <= page < self.pages for page in device)
@@ -290,7 +292,9 @@ class SimulatedWorker:
     def _copy(self, opened: _Open) -> None:
         transfer = opened.transfer
         if transfer.peer is not None:
-            self.host.update(zip(transfer.host_pages.tolist(), opened.content, strict=False))
+            is_device = transfer.direction is TransferDirection.PEER_TO_DEVICE
+            for page, content in zip(transfer.arriving.tolist(), opened.content, strict=False):
+                self._overwrite(page, content, is_device)
             return
         is_load = transfer.direction is TransferDirection.HOST_TO_DEVICE
         sources = (transfer.host_pages if is_load else transfer.device_pages).tolist()
@@ -324,9 +328,9 @@ class SimulatedWorker:
         direction = TransferDirection.HOST_TO_DEVICE if is_load else TransferDirection.DEVICE_TO_HOST
         pages: set[int] = set()
         for opened in self.open.values():
-            is_peer = opened.transfer.peer is not None
-            if is_peer and not is_device and not is_load:
-                pages.update(opened.transfer.host_pages.tolist())
+            # What arrives is written to, as by the load or the backup that writes this tier.
+            if opened.transfer.peer is not None and is_device == is_load:
+                pages.update((opened.transfer.device_pages if is_device else opened.transfer.host_pages).tolist())
             if opened.transfer.direction is direction:
                 touched = opened.transfer.device_pages if is_device else opened.transfer.host_pages
                 pages.update(touched.tolist())

@@ -1,8 +1,9 @@
 """Reading a prompt's KV pages from a group on the same host: `python -m deploy.evaluation.experiments.peer_pages`.
 
 A process on one GPU lends pages of the shape of Llama-3.1-8B, 2 MiB each; this one, on another, reads them in random
-order into its host tier: sent over gRPC as bytes, and copied from memory that it maps. For comparison: plain copies of
-as many bytes between the GPUs and to page-locked host memory, and mapped pages that are only collected on this GPU.
+order into its host tier and to its GPU: sent over gRPC as bytes, and copied from memory that it maps. For comparison:
+plain copies of as many bytes between the GPUs and to page-locked host memory, and mapped pages that are only collected
+on this GPU.
 
     python -m deploy.evaluation.experiments.peer_pages --pages 512
 """
@@ -76,12 +77,16 @@ async def measure(count: int, repeats: int) -> dict[str, Spread]:
             await reader.start()
             pages = np.random.default_rng(0).permutation(count).tolist()
             found = {}
-            for way, maps, times in (("sent over gRPC", False, min(3, repeats)), ("copied by the GPU", True, repeats)):
-                await reader.read(pages[:20], maps=maps)
+            for way, maps, to_device, times in (
+                ("sent over gRPC", False, False, min(3, repeats)),
+                ("copied by the GPU", True, False, repeats),
+                ("copied to this GPU's pages", True, True, repeats),
+            ):
+                await reader.read(pages[:20], maps=maps, to_device=to_device)
                 seconds = []
                 for _ in range(times):
                     started = time.perf_counter()
-                    ack = await reader.read(pages, maps=maps)
+                    ack = await reader.read(pages, maps=maps, to_device=to_device)
                     seconds.append(time.perf_counter() - started)
                     assert ack.done_pages == count, "all pages can be read"
                 found[way] = Spread.of(seconds)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
+    from common.types import TokenIds
     from services.scheduler.cache.tiers.host_tier import HostTier
-    from services.scheduler.cache.tiers.peer_reads import PeerFetch
+    from services.scheduler.cache.tiers.peer_reads import ArrivalPlace, PeerFetch
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.sequence import Sequence
 
@@ -52,8 +53,10 @@ class LoadBack:
     once they have arrived.
     """
 
-    def __init__(self, host: HostTier, costs: LoadCosts, page_size: int) -> None:
-        """Use a tier on which nothing else starts transfers."""
+    def __init__(
+        self, host: HostTier, costs: LoadCosts, page_size: int, place_for: Callable[[Sequence, TokenIds], ArrivalPlace]
+    ) -> None:
+        """Use a tier on which nothing else starts transfers; `place_for` returns where pages of a prompt may arrive."""
         self.host = host
         self.costs = costs
         # Tokens recomputed although the host had them, as that was estimated to be faster.
@@ -64,6 +67,7 @@ class LoadBack:
         # Totals since the start, by direction.
         self.moved: dict[TransferDirection, Moved] = {}
         self._page_size = page_size
+        self._place_for = place_for
         self._started: list[Transfer] = []
         self._started_at: dict[TransferId, float] = {}
         self._skipped_lookups = 0
@@ -121,7 +125,7 @@ class LoadBack:
         use = PromptUse(options.cache_mode is not CacheMode.PRIVATE, options.session)
         # Not what has been generated before a resume, which is no evidence.
         prompt = sequence.key_of(request.token_ids)
-        sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use)
+        sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, self._place_for(sequence, prompt))
         return sequence.remote
 
     def end_prefetch(self, sequence: Sequence) -> None:
@@ -185,9 +189,12 @@ class LoadBack:
         self._start(transfer, now)
         return True
 
-    def take_transfers(self, now: float) -> tuple[Transfer, ...]:
-        """Return the transfers of the next plan: started loads, then backups and storage transfers that are due."""
-        for transfer in (*self.host.plan_backups(), *self.host.peers.plan(), *self.host.plan_storage(now)):
+    def take_transfers(self, now: float, spare_pages: int) -> tuple[Transfer, ...]:
+        """Return the transfers of the next plan: started loads, then backups and others that are due.
+
+        Pages of peers arrive on the device where that leaves `spare_pages` for running rows.
+        """
+        for transfer in (*self.host.plan_backups(), *self.host.peers.plan(spare_pages), *self.host.plan_storage(now)):
             self._start(transfer, now)
         started, self._started = tuple(self._started), []
         return started
@@ -206,7 +213,7 @@ class LoadBack:
             tokens = transfer.pages * self._page_size
             self.loading_tokens -= tokens
             self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
-        elif transfer.direction is TransferDirection.PEER_TO_HOST:
+        elif transfer.direction.is_from_peer:
             self.costs.saw_peer_read(ack.done_pages * self._page_size, ack.duration_us / 1e6)
         elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
             tokens = ack.done_pages * self._page_size

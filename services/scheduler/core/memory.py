@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from common.types import CacheMode
 from services.scheduler.cache.debug.audit import AuditReport, account, audit, repair
 from services.scheduler.cache.encoder_outputs import EncoderOutputs
 from services.scheduler.cache.types import Accounting
+from services.scheduler.core.device_place import DevicePlace
 from services.scheduler.core.image_work import ImageWork
 from services.scheduler.core.load_back import LoadBack
 from services.scheduler.core.row_snapshots import RowSnapshots
@@ -68,7 +70,9 @@ class KvMemory:
         self._insert = timed("insert", cache.insert)
         self._release = timed("release", cache.release)
         self._evict = timed("evict", cache.evict)
-        self.loads = LoadBack(cache.host, costs, cache.page_size) if cache.host is not None else None
+        self.loads: LoadBack | None = None
+        if cache.host is not None:
+            self.loads = LoadBack(cache.host, costs, cache.page_size, partial(DevicePlace, self))
         self.retractions = 0
         self.leaked_pages = 0
         # Prefixes locked by sessions between their turns, with the references that a row would hold.
@@ -105,10 +109,10 @@ class KvMemory:
         """Return the number of tokens of a waiting sequence that are cached in its view; changes nothing."""
         if sequence.request.options.cache_mode is CacheMode.NONE:
             return 0
-        return self._peek(sequence.request.view, self._matchable_ids(sequence))
+        return self._peek(sequence.request.view, self.matchable_ids(sequence))
 
-    def _matchable_ids(self, sequence: Sequence) -> TokenIds:
-        """Return the ids that may be matched: a match ends before an image or after it.
+    def matchable_ids(self, sequence: Sequence) -> TokenIds:
+        """Return a sequence's ids that may be matched: a match ends before an image or after it.
 
         Only all ids of an image together are long enough that no other image has them.
         """
@@ -201,7 +205,7 @@ class KvMemory:
         sequence.was_committed = True
         return self._commit_prefix(
             view,
-            self._matchable_ids(sequence),
+            self.matchable_ids(sequence),
             repeated=repeated,
             may_promote=options.cache_mode is not CacheMode.PRIVATE,
             priority=options.priority,
@@ -338,9 +342,11 @@ class KvMemory:
 
     def account(self, rows: RowSlots) -> Accounting:
         """Account for the device's pages in O(rows)."""
-        in_transfers = self.loads.host.ledger.device_references if self.loads else 0
         held = int(rows.page_count.sum()) + self.pinned_pages
-        return account(self.allocator, self.cache, held + in_transfers)
+        if self.loads is not None:
+            host = self.loads.host
+            held += host.ledger.device_references + sum(map(len, host.peers.tables().values()))
+        return account(self.allocator, self.cache, held)
 
     def account_windows(self, rows: RowSlots) -> Accounting | None:
         """Account for the pages of the sliding-window pool, if there is one; none of them is soft-free.
@@ -390,7 +396,7 @@ class KvMemory:
         }
         tables |= {f"session lock {number}": lock.pages for number, lock in self._pins.items()}
         if self.loads is not None:
-            tables |= self.loads.host.ledger.tables()
+            tables |= self.loads.host.ledger.tables() | self.loads.host.peers.tables()
         return audit(self.allocator, self.cache, tables)
 
     def repair(self) -> int:
@@ -416,6 +422,8 @@ class KvMemory:
     def leave_device(self) -> None:
         """Drop what the device holds; copies on the host stay. No row may run, and no transfer be open."""
         self.images.forget_all()
+        if self.loads is not None:
+            self.loads.host.peers.leave_device()
         self.cache.evict(self.allocator.capacity + 1)
         assert not np.any(self.allocator.counts), "the cache holds pages of the device"
 

@@ -172,7 +172,7 @@ class Planner:
             grants=grants.grants(),
             prefills=tuple(prefills),
             steps=steps,
-            transfers=loads.take_transfers(now) if loads is not None else (),
+            transfers=loads.take_transfers(now, self._rows.running) if loads is not None else (),
             jumps=self._rows.jumps(),
             saves=states.take_saves() if states is not None else (),
             adapters=self._tenancy.adapters.take_loads(),

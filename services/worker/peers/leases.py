@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError, PermissionDeniedError
-from services.worker.engine.host_tier.shared_pages import RECALL_S, SLICE_BYTES, SLICES_AT_ONCE
+from services.worker.engine.host_tier.shared_pages import DIRECT_SLICE_BYTES, RECALL_S, SLICE_BYTES, SLICES_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -184,9 +184,9 @@ class PageLeases:
             source.take_back(recall)
 
     async def follow_reader(
-        self, lease: bytes, memory: bytes, pages: Sequence[int], reports: AsyncIterator[int]
+        self, lease: bytes, memory: bytes, pages: Sequence[int], reports: AsyncIterator[int], *, to_device: bool = False
     ) -> AsyncGenerator[Permission, None]:
-        """Permit a reader to copy pages from the memory that it has mapped, part by part.
+        """Permit a reader to copy pages from the memory that it has mapped, part by part: larger ones to its device.
 
         `reports` are the numbers of pages that it has read, of those permitted before.
 
@@ -197,7 +197,8 @@ class PageLeases:
         held, source = self._find(lease, pages)
         if source.shared_name != memory:
             raise InvalidRequestError("this is not the memory of the pages")
-        window = SLICES_AT_ONCE * max(1, SLICE_BYTES // source.form.page_bytes)
+        slice_bytes = DIRECT_SLICE_BYTES if to_device else SLICE_BYTES
+        window = SLICES_AT_ONCE * max(1, slice_bytes // source.form.page_bytes)
         read, permitted = 0, 0
         held.begin_reading()
         try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.transfers import Transfer
     from services.worker.engine.execution.interface import PeerPageCopies
     from services.worker.peers.mapping import Mapping
-    from services.worker.stream_pages import StreamPages
+    from services.worker.peers.targets import TargetPages
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
     channel: grpc.aio.Channel,
     mapping: Mapping,
     transfer: Transfer,
-    target: StreamPages,
+    target: TargetPages,
     copies: PeerPageCopies,
     silence_s: float,
     progress: ReadProgress,
@@ -44,21 +44,24 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
         AioRpcError: the lease has ended, the worker has other memory by now, or the connection broke.
         TimeoutError: the worker has not answered for `silence_s` seconds.
         SharingError: the memory is not mapped any more.
-        StreamEndedError: the host pages hold something else by now.
+        StreamEndedError: the target's pages hold something else by now.
     """
     assert transfer.peer is not None, "checked by the engine"
-    pages, host_pages = transfer.peer.device_pages, transfer.host_pages
+    pages, arriving = transfer.peer.device_pages, transfer.arriving
 
     def copy(begin: int, end: int) -> None:
-        with target.kept_open():
-            copies.copy(mapping.pages, pages[begin:end], host_pages[begin:end])
+        target.copy(copies, mapping.pages, pages[begin:end], arriving[begin:end])
 
     call = worker_pb2_grpc.WorkerStub(channel).ReadMappedPages()
+    slice_pages = target.slice_pages(copies)
     # The end of each slice that is being copied.
     running: deque[tuple[int, asyncio.Future[None]]] = deque()
     begun = 0
     report = worker_pb2.ReadMappedPagesRequest(
-        lease=transfer.peer.lease, memory=mapping.pages.memory.name, device_pages=pages.tolist()
+        lease=transfer.peer.lease,
+        memory=mapping.pages.memory.name,
+        device_pages=pages.tolist(),
+        to_device=target.is_device,
     )
     try:
         while True:
@@ -69,7 +72,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
                 return
             progress.done = min(response.confirmed_pages, report.read_pages)
             while begun < min(response.permitted_pages, len(pages)):
-                begin, begun = begun, min(begun + copies.slice_pages, response.permitted_pages, len(pages))
+                begin, begun = begun, min(begun + slice_pages, response.permitted_pages, len(pages))
                 running.append((begun, mapping.run(partial(copy, begin, begun))))
             if not running:
                 return

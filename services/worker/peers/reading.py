@@ -1,4 +1,4 @@
-"""Reading from other workers: pages of other groups into this rank's host pages, and embeddings of images.
+"""Reading from other workers: pages of other groups into this rank's pages, and embeddings of images.
 
 Where the worker of the same rank is on this host and both have GPUs, pages are copied from its memory, which this
 process maps (`read_mapped`). Embeddings are copied from the memory of an encoder that is on this host (`copy_sealed`).
@@ -34,27 +34,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from common.transfers import PeerPages, Transfer
-    from services.worker.engine.execution.interface import PeerPageCopies
-    from services.worker.engine.host_tier.page_form import PageForm
     from services.worker.engine.parallel.shards import Span
-    from services.worker.stream_pages import StreamPages
+    from services.worker.peers.targets import PeerTarget
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 # Time without the next part of the pages after which a peer counts as away: far more than a part takes on a slow link.
 SILENCE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTarget:
-    """The host pages of rank `rank` of `ranks`, which have the form `form`."""
-
-    pages: StreamPages
-    rank: int
-    ranks: int
-    form: PageForm
-    # From memory of other processes to these pages; None: there are none.
-    copies: PeerPageCopies | None = None
 
 
 class _MisfitError(Exception):
@@ -198,14 +184,14 @@ class PeerReader:
         now, done = time.monotonic(), progress.done
         seconds, self._free_at = now - max(progress.began_at, self._free_at), now
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)
-        metrics.PEER_PAGES_TOTAL.labels("failed").inc(len(transfer.host_pages) - done)
+        metrics.PEER_PAGES_TOTAL.labels("failed").inc(transfer.pages - done)
         deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
 
     async def _copy_mapped(self, transfer: Transfer, target: PeerTarget, progress: ReadProgress) -> bool:
         """Copy pages from the memory of the worker of the same rank; return false if that is not mapped."""
         peer, copies = transfer.peer, target.copies
         assert peer is not None, "checked by the engine"
-        if copies is None or target.ranks != len(peer.workers) or not copies.can_write(transfer.host_pages):
+        if copies is None or target.ranks != len(peer.workers) or not target.pages.can_copy(copies, transfer.arriving):
             return False
         worker = peer.workers[target.rank]
         channel = self._channel(worker)
@@ -232,13 +218,13 @@ class PeerReader:
 
     async def _read_bytes(self, transfer: Transfer, target: PeerTarget, progress: ReadProgress) -> None:
         assert transfer.peer is not None, "checked by the engine"
-        pages = target.pages
         async for content in self._assemble(transfer.peer, target):
-            if progress.done + len(content) // pages.page_bytes > len(transfer.host_pages):
+            end = progress.done + len(content) // target.pages.page_bytes
+            if end > transfer.pages:
                 raise _MisfitError
-            for first in range(0, len(content), pages.page_bytes):
-                pages.write_page(int(transfer.host_pages[progress.done]), content[first : first + pages.page_bytes])
-                progress.done += 1
+            # Writes to a device wait for its passes.
+            await asyncio.to_thread(target.pages.write, transfer.arriving[progress.done : end], content)
+            progress.done = end
 
     async def _assemble(self, peer: PeerPages, target: PeerTarget) -> AsyncIterator[memoryview]:
         """Yield whole pages of this rank, of which each of the peer's ranks may have some heads only."""

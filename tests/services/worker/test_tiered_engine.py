@@ -2,25 +2,35 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
 from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
-from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
+from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from common.types import StepId
+from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.execution.interface import InvalidPlanError, never_overtaken
+from services.worker.engine.host_tier.page_form import PageForm
+from services.worker.engine.parallel.shards import Span
+from services.worker.peers.leases import PageLeases
 from services.worker.peers.reading import PeerReader
+from services.worker.service import WorkerService
 from services.worker.storage.tier import WorkerStorageTier
 from services.worker.tiered_engine import TieredEngine
 from tests.fakes.storage import FakeHostPages, FakeStorage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+    from pathlib import Path
 
-    from services.worker.engine.execution.interface import Emit, IsOvertaken, ProgressReport
+    from services.worker.engine.execution.interface import AfterPasses, Emit, IsOvertaken, ProgressReport
+    from services.worker.grammars.desk import GrammarDesk
+    from services.worker.rank import Rank
 
 SPEC = EngineSpec(model="m")
 CAPACITY = EngineCapacity(4, 16, 64, 100, (2,), 1, "layout", "fake", 1, host_pages=4)
@@ -38,7 +48,7 @@ class InnerEngine:
     ends_with_group: bool = False
     pass_calls: None = None
     adapters: None = None
-    device_pages: None = None
+    device_pages: DevicePages | None = None
     peer_copies: None = None
     images: None = None
     encoder: None = None
@@ -176,6 +186,61 @@ async def test_a_transfer_that_makes_no_sense_is_refused(bench: Bench, wrong: Tr
     bench.engine.configure(SPEC, lambda *_: None)
     with pytest.raises(InvalidPlanError):
         bench.run(wrong)
+
+
+class DevicePages:
+    """Device pages that are named by their numbers; `pages` were written."""
+
+    form = PageForm(((1, 4),), Span(0, 1), 1)
+    shared_name = None
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bytes] = {}
+
+    def after_passes(self) -> AfterPasses:
+        return lambda: None
+
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        return b"".join(b"d%03d" % page for page in pages)
+
+    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+        self.pages |= {page: bytes(content[at * 4 : at * 4 + 4]) for at, page in enumerate(pages)}
+
+    def lend(self, recall: Callable[[], None]) -> None:
+        """Share nothing."""
+
+    def take_back(self, recall: Callable[[], None]) -> None:
+        """Do nothing."""
+
+
+LEASE = b"l" * 16
+
+
+def arrival(pages: list[int], into: list[int], address: str = "unix:nobody") -> Transfer:
+    peer = PeerPages((address,), LEASE, np.array(pages, np.int32))
+    return Transfer(TransferId(1), TransferDirection.PEER_TO_DEVICE, np.array(into, np.int32), peer=peer)
+
+
+async def test_pages_of_another_group_arrive_on_the_device(tmp_path: Path) -> None:
+    device, address = DevicePages(), f"unix:{tmp_path}/worker.sock"
+    bench = Bench(InnerEngine(device_pages=device))
+    leases = PageLeases(DevicePages)
+    leases.grant(LEASE, range(8))
+    lender = WorkerService(
+        cast("Rank", SimpleNamespace(leases=leases)), cast("GrammarDesk", None), cast("PeerReader", None)
+    )
+    server = RpcServer("pando.v1.Worker", address)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, lender)
+    await server.start()
+    bench.engine.configure(SPEC, lambda *_: None)
+    bench.run(arrival([5, 2], [1, 3], address))
+    assert (await bench.ack()).done_pages == 2
+    assert device.pages == {1: b"d005", 3: b"d002"}
+    for wrong in (arrival([5], [CAPACITY.device_pages]), arrival([5], [-1]), arrival([5, 6], [1]), arrival([], [1])):
+        with pytest.raises(InvalidPlanError):
+            bench.run(wrong)
+    await server.stop(0)
+    await bench.tier.close()
 
 
 async def test_reset_and_close_reach_the_inner_engine(bench: Bench) -> None:

@@ -39,6 +39,8 @@ class _TransferDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tra
     """The objects object_keys are deleted if they exist."""
     TRANSFER_DIRECTION_PEER_TO_HOST: _TransferDirection.ValueType  # 6
     """The page peer.device_pages[i] of another group's worker is copied to host_pages[i]."""
+    TRANSFER_DIRECTION_PEER_TO_DEVICE: _TransferDirection.ValueType  # 7
+    """The same, but copied to device_pages[i]."""
 
 class TransferDirection(_TransferDirection, metaclass=_TransferDirectionEnumTypeWrapper): ...
 
@@ -55,6 +57,8 @@ TRANSFER_DIRECTION_DROP_FROM_STORAGE: TransferDirection.ValueType  # 5
 """The objects object_keys are deleted if they exist."""
 TRANSFER_DIRECTION_PEER_TO_HOST: TransferDirection.ValueType  # 6
 """The page peer.device_pages[i] of another group's worker is copied to host_pages[i]."""
+TRANSFER_DIRECTION_PEER_TO_DEVICE: TransferDirection.ValueType  # 7
+"""The same, but copied to device_pages[i]."""
 Global___TransferDirection: _TypeAlias = TransferDirection  # noqa: Y015
 
 @_typing.final
@@ -627,11 +631,14 @@ class ReadMappedPagesRequest(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     READ_PAGES_FIELD_NUMBER: _builtins.int
+    TO_DEVICE_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Only in the first message: the lease, the memory's name and the pages to read, in this order."""
     memory: _builtins.bytes
     read_pages: _builtins.int
     """Later: so many of the pages have been read."""
+    to_device: _builtins.bool
+    """In the first message: whether they are copied to the reader's device, so that more may be read at a time."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -641,10 +648,11 @@ class ReadMappedPagesRequest(_message.Message):
         memory: _builtins.bytes = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         read_pages: _builtins.int = ...,
+        to_device: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease", "memory", b"memory", "read_pages", b"read_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease", "memory", b"memory", "read_pages", b"read_pages", "to_device", b"to_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1620,7 +1628,7 @@ class Transfer(_message.Message):
 
     @_builtins.property
     def peer(self) -> Global___PeerPages:
-        """Set for PEER_TO_HOST."""
+        """Set for transfers from a peer."""
 
     def __init__(
         self,

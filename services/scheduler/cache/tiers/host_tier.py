@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.config import HostConfig, PageNames, StorageConfig
     from services.scheduler.cache.tiers.copies import HostMatch
     from services.scheduler.cache.tiers.ledger import OpenTransfer
-    from services.scheduler.cache.tiers.peer_reads import PeerFetch, PromptUse
+    from services.scheduler.cache.tiers.peer_reads import ArrivalPlace, PeerFetch, PromptUse
     from services.scheduler.cache.tiers.storage_reads import Fetch
 
 _ON_HOST = NodeState.ON_HOST
@@ -102,15 +102,19 @@ class HostTier:
             outcome["transfers"] = [_facts(transfer) for transfer in started]
         return started
 
-    def await_peer(self, view: View, token_ids: TokenIds, min_tokens: int, use: PromptUse) -> PeerFetch | None:
+    def await_peer(
+        self, view: View, token_ids: TokenIds, min_tokens: int, use: PromptUse, place: ArrivalPlace | None = None
+    ) -> PeerFetch | None:
         """Prepare to fetch a prompt's missing pages from a peer, if these have at least `min_tokens` tokens.
+
+        They arrive in `place`, if that has room for all of them, or else on the host.
 
         None also if they cannot be attached to the view, or if the tier's operations are recorded, as transfers from
         peers are not.
         """
         if self.observer is not None:
             return None
-        return self.peers.begin(self._view_of(view), token_ids, min_tokens, use)
+        return self.peers.begin(self._view_of(view), token_ids, min_tokens, use, place)
 
     def find(self, view: View, token_ids: TokenIds) -> HostMatch:
         """Return the lengths of a request's prefix cached in its view on the device, and beyond it on the host.
@@ -168,7 +172,7 @@ class HostTier:
                 self.peers.skip_present()
             self.ledger.close(opened)
             return opened.transfer
-        if opened.transfer.direction is TransferDirection.PEER_TO_HOST:
+        if opened.transfer.direction.is_from_peer:
             self.fetched_pages += self.peers.finish(opened, ack)
             self.ledger.close(opened)
             return opened.transfer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.steps import NO_PAGES
 from common.transfers import Transfer, TransferDirection, TransferId
 
 if TYPE_CHECKING:
@@ -122,9 +123,14 @@ class TransferLedger:
         self._register(OpenTransfer(transfer, end, {}))
         return transfer
 
-    def open_from_peer(self, end: Node, host_pages: PageIds, peer: PeerPages) -> Transfer:
-        """Start a transfer of another group's pages, which will be attached below `end`; see `open_stored`."""
-        transfer = Transfer(TransferId(self._next), TransferDirection.PEER_TO_HOST, host_pages=host_pages, peer=peer)
+    def open_from_peer(self, direction: TransferDirection, end: Node, pages: PageIds, peer: PeerPages) -> Transfer:
+        """Start a transfer of another group's pages to `pages` of the host or the device; see `open_stored`.
+
+        Pages on the host will be attached below `end`.
+        """
+        on_device = direction is TransferDirection.PEER_TO_DEVICE
+        device_pages, host_pages = (pages, NO_PAGES) if on_device else (NO_PAGES, pages)
+        transfer = Transfer(TransferId(self._next), direction, device_pages, host_pages, peer=peer)
         self._next += 1
         self._register(OpenTransfer(transfer, end, {}))
         return transfer

@@ -1,14 +1,14 @@
-"""Loads pages to the host that another scheduler group computes for a waiting request."""
+"""Reads pages that another scheduler group computes for a waiting request, to the device or the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from common.transfers import PeerPages
+from common.transfers import PeerPages, TransferDirection
 from common.types import Sharing
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import PagedKey
@@ -18,6 +18,7 @@ from services.scheduler.cache.tree import Reach
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
     from common.types import TokenIds
     from services.scheduler.cache.node import Account, Node
@@ -33,6 +34,33 @@ class PromptUse:
 
     may_promote: bool = True
     session: str | None = None
+
+
+class ArrivalPlace(Protocol):
+    """Device pages for one prompt, by their places in it; a row of it would have them, too."""
+
+    table: PageIds
+    """Pages to which references are held, [pages] int32; empty unless it is open."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has pages."""
+
+    def open(self, first: int, end: int, spare_pages: int) -> bool:
+        """Allocate the pages [first, end) of the prompt, and lock those before them, which the view has cached.
+
+        Return false, and change nothing, if `spare_pages` would not be left, or some of those before are not on the
+        device.
+        """
+
+    def pages(self, first: int, end: int) -> PageIds:
+        """Return the pages [first, end)."""
+
+    def attach(self, end: int) -> int:
+        """Insert what has arrived into the cache, up to page `end`; return how many more pages it has."""
+
+    def close(self) -> None:
+        """Release lock and references; what the cache has may be evicted from then on."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -54,6 +82,8 @@ class PeerFetch:
     # If storage leaves fewer missing, they are computed here.
     min_tokens: int
     use: PromptUse
+    # Where pages arrive, unless on the host.
+    place: ArrivalPlace | None = None
     workers: tuple[str, ...] = ()
     lease: bytes = b""
     offered: list[int] = field(default_factory=list)
@@ -120,10 +150,11 @@ class PeerFetch:
 
 
 class PeerReads:
-    """Loads pages from peers into new nodes on the host, which are private to the view that asked for them.
+    """Reads pages of peers, which become private to the view that asked for them.
 
-    They are evidence, and belong to a session, as if they had been computed here. Storage is looked up at the same
-    time; pages that it had are not requested from the peer.
+    They arrive on the device, where a request starts with them at once, if there is room for all of them when the first
+    ones are offered; else in new nodes on the host. They are evidence, and belong to a session, as if they had been
+    computed here. Storage is looked up at the same time; pages that it had are not requested from the peer.
     """
 
     def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, note: Callable[[Node], None]) -> None:
@@ -135,6 +166,11 @@ class PeerReads:
         self._ledger = ledger
         self._fetches: dict[PeerFetch, None] = {}
         self._open: dict[OpenTransfer, PeerFetch] = {}
+
+    def tables(self) -> dict[str, PageIds]:
+        """Return the device pages of prompts that arrive there, by a readable name."""
+        places = (fetch.place for fetch in self._fetches if fetch.place is not None)
+        return {f"arrivals {number}": place.table for number, place in enumerate(places)}
 
     @property
     def is_reading(self) -> bool:
@@ -151,36 +187,41 @@ class PeerReads:
         """Whether there are offered pages to request."""
         return any(_is_due(fetch) for fetch in self._fetches)
 
-    def begin(self, viewer: Account, token_ids: TokenIds, min_tokens: int, use: PromptUse) -> PeerFetch | None:
+    def begin(
+        self, viewer: Account, token_ids: TokenIds, min_tokens: int, use: PromptUse, place: ArrivalPlace | None = None
+    ) -> PeerFetch | None:
         """Return an empty fetch for a prompt's whole pages that its view lacks, with at least `min_tokens` tokens.
 
-        None if there are fewer, or if they could not be attached.
+        None if there are fewer, or if they could neither arrive in `place` nor be attached on the host.
         """
         tree = self._store.tree
         key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
-        if (end - match.pages) * tree.page_size < max(min_tokens, 1) or not can_grow(match.partial or match.node):
+        if (end - match.pages) * tree.page_size < max(min_tokens, 1):
+            return None
+        if place is None and not can_grow(match.partial or match.node):
             return None
         first = match.pages
-        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, first, first, first, min_tokens, use)
+        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, first, first, first, min_tokens, use, place)
         self._fetches[fetch] = None
         return fetch
 
     def give_up(self, fetch: PeerFetch) -> None:
         """Stop requesting pages; those in transfer are kept when they arrive."""
         fetch.stop()
-        if fetch.is_done:
-            self._fetches.pop(fetch, None)
+        self._forget_if_done(fetch)
 
-    def plan(self) -> Iterable[Transfer]:
-        """Start the transfers that are due, one at a time for each request."""
+    def plan(self, spare_pages: int) -> Iterable[Transfer]:
+        """Start the transfers that are due, one at a time for each request.
+
+        Those to the device leave `spare_pages` pages there.
+        """
         for fetch in list(self._fetches):
             if _is_due(fetch):
-                transfer = self._ask(fetch)
+                transfer = self._ask(fetch, spare_pages)
                 if transfer is not None:
                     yield transfer
-            if fetch.is_done:
-                self._fetches.pop(fetch, None)
+            self._forget_if_done(fetch)
 
     def note_times(self, transfer_id: TransferId, started_at: float, now: float) -> None:
         """Record when a transfer was started, and that it ends now, if it is one from a peer; call `finish` next."""
@@ -194,30 +235,38 @@ class PeerReads:
         fetch.is_transferring = False
         kept = 0
         if ack.done_pages:
-            pages = opened.transfer.host_pages[: ack.done_pages]
-            mark = partial(self._mark, fetch.use)
-            kept = self._arrivals.attach(fetch.scope, fetch.key, fetch.position, pages, fetch.scope, mark)
+            if fetch.place is not None:
+                kept = fetch.place.attach(fetch.position + ack.done_pages)
+            else:
+                pages = opened.transfer.host_pages[: ack.done_pages]
+                mark = partial(self._mark, fetch.use)
+                kept = self._arrivals.attach(fetch.scope, fetch.key, fetch.position, pages, fetch.scope, mark)
             fetch.position += kept
         if kept < opened.transfer.pages:
             fetch.stop()
         self._skip_present(fetch)
-        if fetch.is_done:
-            self._fetches.pop(fetch, None)
+        self._forget_if_done(fetch)
         return kept
 
     def skip_present(self) -> None:
         """Do not request pages that have come from storage; what those leave is fetched only if it is enough."""
         for fetch in list(self._fetches):
             self._skip_present(fetch)
-            if fetch.is_done:
-                self._fetches.pop(fetch)
+            self._forget_if_done(fetch)
+
+    def leave_device(self) -> None:
+        """Stop reading to the device; no transfer is open."""
+        for fetch in list(self._fetches):
+            if fetch.place is not None and fetch.place.is_open:
+                fetch.stop()
+                self._forget_if_done(fetch)
 
     def forget_all(self) -> None:
         """Start over: the transfers are cancelled."""
-        for fetch in self._fetches:
+        for fetch in list(self._fetches):
             fetch.is_transferring = False
             fetch.stop()
-        self._fetches.clear()
+            self._forget_if_done(fetch)
         self._open.clear()
 
     def _mark(self, use: PromptUse, node: Node) -> None:
@@ -231,7 +280,15 @@ class PeerReads:
             self._store.fresh[node] = None
         self._note(node)
 
+    def _forget_if_done(self, fetch: PeerFetch) -> None:
+        if fetch.is_done and fetch in self._fetches:
+            del self._fetches[fetch]
+            if fetch.place is not None:
+                fetch.place.close()
+
     def _skip_present(self, fetch: PeerFetch) -> None:
+        if fetch.place is not None and fetch.place.is_open:
+            return
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
         present = tree.match(tree.root, viewer, fetch.key, 0, fetch.end, Reach.HOST).pages
         has_begun = fetch.position > fetch.first or len(fetch.offered) > present
@@ -245,28 +302,47 @@ class PeerReads:
         if not missing or (missing < fetch.min_tokens and not has_begun):
             fetch.stop()
 
-    def _ask(self, fetch: PeerFetch) -> Transfer | None:
-        """Request the offered pages; None, and nothing more is requested, if there is no place for them on the host."""
+    def _ask(self, fetch: PeerFetch, spare_pages: int) -> Transfer | None:
+        """Request the offered pages; None, and nothing more is requested, if there is no room for them."""
+        wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
+        peer = PeerPages(fetch.workers, fetch.lease, wanted)
+        if (
+            fetch.place is not None
+            and not fetch.place.is_open
+            and not fetch.place.open(fetch.position, fetch.end, spare_pages)
+        ):
+            fetch.place = None
+        if fetch.place is not None:
+            pages = fetch.place.pages(fetch.requested, fetch.requested + len(wanted))
+            self._store.allocator.retain(pages)
+            root = self._store.tree.root
+            return self._started(
+                fetch, self._ledger.open_from_peer(TransferDirection.PEER_TO_DEVICE, root, pages, peer)
+            )
         above = self._arrivals.find(fetch.scope, fetch.key, fetch.requested)
         if above is None:
             fetch.stop()
             return None
         # Prevents that making room drops the path that they will be attached to.
         self._ledger.need(above, 1)
-        wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
         host_pages = self._host.try_allocate(len(wanted))
         transfer = None
         if host_pages is None:
             fetch.stop()
         else:
-            peer = PeerPages(fetch.workers, fetch.lease, wanted)
-            transfer = self._ledger.open_from_peer(above, host_pages, peer)
-            opened = self._ledger.get(transfer.transfer_id)
-            assert opened is not None, "it was opened just now"
-            self._open[opened] = fetch
-            fetch.requested += len(wanted)
-            fetch.is_transferring = True
+            transfer = self._started(
+                fetch, self._ledger.open_from_peer(TransferDirection.PEER_TO_HOST, above, host_pages, peer)
+            )
         self._ledger.need(above, -1)
+        return transfer
+
+    def _started(self, fetch: PeerFetch, transfer: Transfer) -> Transfer:
+        """Record a fetch's new transfer."""
+        opened = self._ledger.get(transfer.transfer_id)
+        assert opened is not None, "it was opened just now"
+        self._open[opened] = fetch
+        fetch.requested += transfer.pages
+        fetch.is_transferring = True
         return transfer
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad
     from common.types import SamplingParams, TokenIds
-    from services.worker.engine.execution.interface import Checkpoint, ProgressReport
+    from services.worker.engine.execution.interface import AfterPasses, Checkpoint, ProgressReport
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowIndices
@@ -400,6 +400,12 @@ class FakeDevicePages:
 
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return bytes(self.form.bytes_of(heads) * len(pages))
+
+    def after_passes(self) -> AfterPasses:
+        return lambda: None
+
+    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+        """Do nothing."""
 
     def lend(self, recall: Callable[[], None]) -> None:
         """Return nothing: there is no memory."""

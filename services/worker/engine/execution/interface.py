@@ -24,6 +24,8 @@ ProgressReport = Callable[[float, str], None]
 Emit = Callable[[StepResult], None]
 # Whether the passes of a plan with `can_abandon` are to be abandoned; other plans do not ask. Any thread may ask.
 IsOvertaken = Callable[[], bool]
+# Lets what is begun next on the caller's current stream of the device wait for some passes.
+AfterPasses = Callable[[], None]
 # Called between parts of a pass that may be abandoned; raises PassAbandonedError if it is.
 Checkpoint = Callable[[], None]
 
@@ -67,7 +69,7 @@ class HostPageBytes(Protocol):
 
 
 class DevicePageBytes(Protocol):
-    """Pages of the KV memory as bytes, laid out as those of the host tier; for workers of other groups."""
+    """Pages of the KV memory as bytes, laid out as those of the host tier; to and from workers of other groups."""
 
     @property
     def form(self) -> PageForm:
@@ -78,6 +80,16 @@ class DevicePageBytes(Protocol):
 
         Any thread may call this. The caller ensures that the pages are not written meanwhile, and that an earlier plan,
         whose results are known, wrote them.
+        """
+
+    def after_passes(self) -> AfterPasses:
+        """Return what lets writes wait for the passes that have been launched by now; in the engine's thread."""
+
+    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+        """Overwrite pages, once the passes of `after` have read them, and wait until that is done.
+
+        `content` is one page after the other. Any thread may call this. The caller ensures that neither a later pass
+        nor another writer uses the pages meanwhile. Once the model has been closed, nothing is written.
         """
 
     @property
@@ -95,14 +107,18 @@ class DevicePageBytes(Protocol):
 
 
 class PeerPageCopies(Protocol):
-    """Copies pages that workers of other groups have in memory of the same host to pages of the host tier.
+    """Copies pages that workers of other groups have in memory of this host to the host tier or the device.
 
     Any thread may call the methods.
     """
 
     @property
     def slice_pages(self) -> int:
-        """Most pages to copy at a time."""
+        """Most pages to copy to the host at a time."""
+
+    @property
+    def direct_slice_pages(self) -> int:
+        """The same for copies to the device."""
 
     def can_write(self, host_pages: PageIds) -> bool:
         """Whether these host pages, [pages] int32, are ready for copies."""
@@ -120,6 +136,9 @@ class PeerPageCopies(Protocol):
         Raises:
             SharingError: its pages have another form, or there are no such pages.
         """
+
+    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds, after: AfterPasses) -> None:
+        """Do the same to pages of the device; see `copy` and `DevicePageBytes.write_pages`."""
 
 
 class AdapterStore(Protocol):

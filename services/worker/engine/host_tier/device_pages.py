@@ -1,4 +1,4 @@
-"""Reading device pages as bytes, for workers of other groups."""
+"""Reading and writing device pages as bytes, to and from workers of other groups."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from services.worker.engine.parallel.shards import Span
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from services.worker.engine.execution.interface import AfterPasses
     from services.worker.engine.host_tier.shared_pages import MemorySharing, SharedPages
     from services.worker.engine.kernels.interface import AttentionShape
     from services.worker.engine.model.kv_pool import KvPool
@@ -59,7 +60,7 @@ class DevicePages:
     """
 
     def __init__(self, pool: KvPool, form: PageForm, sharing: MemorySharing | None = None) -> None:
-        """Read pages of `pool`, which has no window pages, of this form.
+        """Read and write pages of `pool`, which has no window pages, of this form.
 
         Other processes may map its memory by `sharing`, if there is one and all layers' pages have one size.
         """
@@ -68,7 +69,7 @@ class DevicePages:
         self._shared: SharedPages | None = None
         self._borrowers = Borrowers()
         self._pool: KvPool | None = pool
-        self._gathering: _Gathering | None = None
+        self._staged: _Staging | None = None
         self._lock = threading.Lock()
 
     @torch.inference_mode()
@@ -76,11 +77,29 @@ class DevicePages:
         with self._lock:
             if self._pool is None:
                 return b""
-            if self._gathering is None:
-                self._gathering = _Gathering(self._pool)
-            read = self._gathering.read
+            read = self._staging(self._pool).read
             parts = range(0, len(pages), STAGED_PAGES)
             return b"".join(self.form.cut(read(pages[first : first + STAGED_PAGES]), heads) for first in parts)
+
+    def after_passes(self) -> AfterPasses:
+        device = None if self._pool is None else self._pool.layers[0].keys.device
+        if device is None or device.type != "cuda":
+            # Passes are over when the engine's thread is here.
+            return lambda: None
+        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
+        launched.record(torch.cuda.current_stream(device))
+        return lambda: torch.cuda.current_stream(device).wait_event(launched)
+
+    @torch.inference_mode()
+    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+        size = self.form.page_bytes
+        with self._lock:
+            if self._pool is None:
+                return
+            staging = self._staging(self._pool)
+            for first in range(0, len(pages), STAGED_PAGES):
+                part = pages[first : first + STAGED_PAGES]
+                staging.write(part, content[first * size : (first + len(part)) * size], after)
 
     @property
     def shared_name(self) -> bytes | None:
@@ -103,11 +122,16 @@ class DevicePages:
         self._borrowers.remove(recall)
 
     def close(self) -> None:
-        """Let go of the pool, once the reading in progress has ended and other processes have unmapped its memory."""
+        """Let go of the pool, once what is under way has ended and other processes have unmapped its memory."""
         if not self._borrowers.close():
             log.warning("a worker of another group keeps memory of this one mapped")
         with self._lock:
-            self._pool = self._gathering = None
+            self._pool = self._staged = None
+
+    def _staging(self, pool: KvPool) -> _Staging:
+        if self._staged is None:
+            self._staged = _Staging(pool)
+        return self._staged
 
 
 def find_sharing(device: torch.device) -> MemorySharing | None:
@@ -121,14 +145,14 @@ def _share(pool: KvPool, sharing: MemorySharing) -> SharedPages:
     return share_pages(addresses, pool.pages, tensors[0][0].nbytes, sharing)
 
 
-class _Gathering:
-    """Staging memory for some pages, and what fills it; made at the first read, as most groups have no peers."""
+class _Staging:
+    """Staging memory for some pages, and what fills and empties it; made at the first use, as most have no peers."""
 
     def __init__(self, pool: KvPool) -> None:
         keys = pool.layers[0].keys
         # As in the host tier.
         shape, dtype = host_page_shape(pool)
-        self._staging = torch.empty((STAGED_PAGES, *shape), dtype=dtype, device=keys.device)
+        self._memory = torch.empty((STAGED_PAGES, *shape), dtype=dtype, device=keys.device)
         self._mover = make_mover(pool)
         # torch has no types for it
         self._stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None  # type: ignore[no-untyped-call]
@@ -136,11 +160,25 @@ class _Gathering:
     def read(self, pages: Sequence[int]) -> bytes:
         indices = torch.from_numpy(np.array(pages, np.int64))
         if self._stream is None:
-            self._mover.gather(indices, self._staging)
-            held = self._staging[: len(pages)]
+            self._mover.gather(indices, self._memory)
+            held = self._memory[: len(pages)]
         else:
             with torch.cuda.stream(self._stream):
-                self._mover.gather(indices.to(self._staging.device), self._staging)
-                held = self._staging[: len(pages)].cpu()
+                self._mover.gather(indices.to(self._memory.device), self._memory)
+                held = self._memory[: len(pages)].cpu()
         content: bytes = held.contiguous().view(torch.uint8).numpy().tobytes()
         return content
+
+    def write(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+        indices = torch.from_numpy(np.array(pages, np.int64))
+        # A copy: torch takes no memory that is read-only.
+        held = torch.from_numpy(np.array(content)).view(self._memory.dtype).view(len(pages), *self._memory.shape[1:])
+        if self._stream is None:
+            self._memory[: len(pages)] = held
+            self._mover.scatter(indices, self._memory)
+            return
+        with torch.cuda.stream(self._stream):
+            after()
+            self._memory[: len(pages)] = held.to(self._memory.device)
+            self._mover.scatter(indices.to(self._memory.device), self._memory)
+        self._stream.synchronize()

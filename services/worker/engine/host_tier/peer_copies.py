@@ -1,36 +1,46 @@
-"""Copies from KV memory of other processes' GPUs into host pages: over NVLink or the bus, and past Python."""
+"""Copies from KV memory of other processes' GPUs into pages of this process: over NVLink or the bus, past Python."""
 
 from __future__ import annotations
 
 import importlib.util
 import queue
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from services.worker.engine.host_tier.shared_pages import SLICE_BYTES, SLICES_AT_ONCE, MappedPages, SharingError
+from services.worker.engine.host_tier.shared_pages import (
+    DIRECT_SLICE_BYTES,
+    SLICE_BYTES,
+    SLICES_AT_ONCE,
+    MappedPages,
+    SharingError,
+)
 from services.worker.engine.host_tier.stream_transfers import runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from common.steps import PageIds
+    from services.worker.engine.execution.interface import AfterPasses
     from services.worker.engine.host_tier.shared_pages import MemorySharing, SharedPages
     from services.worker.engine.host_tier.stream_transfers import StreamTransfers
+    from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
 
 
 class PeerCopies:
     """Copies pages slice by slice on streams of its own, beside the passes; see `PeerPageCopies`.
 
-    Pages are collected in staging memory on this device, and cross the bus from there in long runs.
+    Those for the host are collected in staging memory on this device, and cross the bus from there in long runs.
     """
 
-    def __init__(self, transfers: StreamTransfers, sharing: MemorySharing) -> None:
-        """Copy to the host pages of `transfers`, through its device."""
+    def __init__(self, transfers: StreamTransfers, mover: ProgramPageMover, sharing: MemorySharing) -> None:
+        """Copy to the pages of `transfers` on the host, and to those of `mover` on its device."""
         self._host = transfers.host
         self._pinned = transfers.pinned
+        self._mover = mover
         self._device = transfers.device
         self._sharing = sharing
         self._slots: queue.SimpleQueue[_Slot] | None = None
@@ -39,6 +49,10 @@ class PeerCopies:
     @property
     def slice_pages(self) -> int:
         return max(1, min(self._host.pages, SLICE_BYTES // self._host.page_bytes))
+
+    @property
+    def direct_slice_pages(self) -> int:
+        return max(1, DIRECT_SLICE_BYTES // self._host.page_bytes)
 
     def can_write(self, host_pages: PageIds) -> bool:
         return int(host_pages.max(initial=0)) < self._pinned.ready_pages
@@ -50,6 +64,17 @@ class PeerCopies:
 
     @torch.inference_mode()
     def copy(self, source: MappedPages, pages: PageIds, host_pages: PageIds) -> None:
+        with self._slot_for(source, pages) as slot:
+            slot.copy(source, pages, self._host.memory, runs(host_pages, self._pinned.pages_at_once))
+
+    @torch.inference_mode()
+    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds, after: AfterPasses) -> None:
+        with self._slot_for(source, pages) as slot:
+            slot.copy_to_device(source, pages, self._mover, device_pages, after)
+
+    @contextmanager
+    def _slot_for(self, source: MappedPages, pages: PageIds) -> Iterator[_Slot]:
+        """Give staging memory that no other copy uses meanwhile."""
         # An access outside mapped memory would end every computation of this process.
         self._check_form(source.memory)
         if len(pages) and (pages.min() < 0 or pages.max() >= source.memory.pages):
@@ -57,7 +82,7 @@ class PeerCopies:
         slots = self._staging()
         slot = slots.get()
         try:
-            slot.copy(source, pages, self._host.memory, runs(host_pages, self._pinned.pages_at_once))
+            yield slot
         finally:
             slots.put(slot)
 
@@ -106,6 +131,19 @@ class _Slot:
             self._is_done.record(self._stream)
         self._is_done.synchronize()
 
+    def copy_to_device(
+        self, source: MappedPages, pages: PageIds, mover: ProgramPageMover, device_pages: PageIds, after: AfterPasses
+    ) -> None:
+        """Copy pages, [pages] int32, to `device_pages`, [pages] int32, of `mover`'s pool; wait until that is done."""
+        with torch.cuda.stream(self._stream):
+            indices, into = (
+                torch.from_numpy(ids.astype(np.int64)).to(self._memory.device) for ids in (pages, device_pages)
+            )
+            after()
+            mover.copy_from(source.addresses, indices, into)
+            self._is_done.record(self._stream)
+        self._is_done.synchronize()
+
     def _collect(self, addresses: Sequence[int], page_bytes: int, pages: PageIds) -> None:
         """Begin to copy pages of tensors at `addresses` to the first ones here."""
         # Imported here because it needs Triton.
@@ -120,5 +158,10 @@ class _Slot:
 def make_peer_copies(transfers: StreamTransfers, sharing: MemorySharing) -> PeerCopies | None:
     """Return copies to the host pages of `transfers`; None without Triton, or if pages have odd sizes."""
     memory = transfers.host.memory
-    has_words = memory.shape[-1] * memory.itemsize % 8 == 0
-    return PeerCopies(transfers, sharing) if has_words and importlib.util.find_spec("triton") is not None else None
+    if memory.shape[-1] * memory.itemsize % 8 or importlib.util.find_spec("triton") is None:
+        return None
+    # Imported here because it needs Triton.
+    from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+
+    mover = transfers.mover
+    return PeerCopies(transfers, mover, sharing) if isinstance(mover, ProgramPageMover) else None

@@ -65,9 +65,9 @@ class StreamTransfers:
         self.host = host
         self.device = device
         self.pinned = PinnedRange(host, device)
-        mover = make_mover(pool)
+        self.mover = make_mover(pool)
         self._lanes = {
-            direction: _Lane(mover, host, device, self.pinned.pages_at_once, BUFFERS[direction])
+            direction: _Lane(self.mover, host, device, self.pinned.pages_at_once, BUFFERS[direction])
             for direction in (TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST)
         }
         self._waiting: deque[Transfer] = deque()

@@ -340,6 +340,7 @@ async def test_the_role_can_change_while_requests_run(groups: Groups) -> None:
         pytest.param(20, 64, 8, id="one prompt fits on the device"),
         pytest.param(40, 64, 40, id="rows outgrow the device and are retracted", marks=pytest.mark.extended),
         pytest.param(64, 6, 8, id="no prompt fits on the host"),
+        pytest.param(20, 6, 8, id="one prompt fits on the device, and none on the host"),
         pytest.param(64, 20, 8, id="one prompt fits on the host", marks=pytest.mark.extended),
         pytest.param(20, 20, 8, id="one prompt fits on both", marks=pytest.mark.extended),
     ],
@@ -356,9 +357,10 @@ async def test_while_the_decode_groups_memory_is_full_requests_wait_and_get_the_
         await groups.decode.finished(*prompts)
         for name, prompt in prompts.items():
             assert groups.decode.detokenizer.output_of(name) == output(prompt, max_tokens)
-        # Prompts of a group that has no room for their pages are computed again where they are answered.
-        computed = groups.prefilled(groups.decode)
-        assert computed >= (6 * 4 * (WHOLE_PAGES - host_pages) if host_pages < WHOLE_PAGES else 0)
+        # A prompt for whose pages neither tier has room is computed again where it is answered.
+        computed, whole = groups.prefilled(groups.decode), 4 * WHOLE_PAGES
+        assert computed < 6 * whole, "what has room arrives"
+        assert computed >= (whole if max(host_pages, decode_pages // 2) < WHOLE_PAGES else 0)
         assert groups.prefilled(groups.prefill) > 0
         assert (await groups.decode.state()).disaggregation.remote_prefills == 6
         await groups.released()

@@ -25,9 +25,10 @@ from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool
 from services.worker.engine.parallel.shards import Span
 from services.worker.peers.leases import PageLeases
-from services.worker.peers.reading import PeerReader, PeerTarget
+from services.worker.peers.reading import PeerReader
+from services.worker.peers.targets import DeviceTarget, HostTarget, PeerTarget
 from services.worker.service import WorkerService
-from services.worker.stream_pages import StreamPages
+from services.worker.stream_pages import StreamDevicePages, StreamPages
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import grpc
 
     from services.worker.grammars.desk import GrammarDesk
+    from services.worker.peers.targets import TargetPages
     from services.worker.rank import Rank
 
 LEASE = b"l" * 16
@@ -158,16 +160,18 @@ class Reader:
         async with asyncio.timeout(START_S):
             await self.channel.channel_ready()
 
-    async def read(self, pages: list[int], *, maps: bool = True) -> TransferAck:
-        """Read pages of the lender to host pages 0, 1, …; over gRPC as bytes unless it `maps`."""
+    async def read(self, pages: list[int], *, maps: bool = True, to_device: bool = False) -> TransferAck:
+        """Read pages of the lender to host pages 0, 1, …, or those of the device; as bytes unless it `maps`."""
         self._number += 1
         peer = PeerPages((self.address,), LEASE, np.array(pages, np.int32))
-        transfer = Transfer(
-            TransferId(self._number), TransferDirection.PEER_TO_HOST,
-            host_pages=np.arange(len(pages), dtype=np.int32), peer=peer,
-        )  # fmt: skip
+        number, arriving = TransferId(self._number), np.arange(len(pages), dtype=np.int32)
+        transfer = Transfer(number, TransferDirection.PEER_TO_HOST, host_pages=arriving, peer=peer)
+        tier: TargetPages = HostTarget(self.pages)
+        if to_device:
+            transfer = Transfer(number, TransferDirection.PEER_TO_DEVICE, arriving, peer=peer)
+            tier = DeviceTarget(StreamDevicePages(self.own_pages), self.own_pages.after_passes())
         acks: asyncio.Queue[TransferAck] = asyncio.Queue()
-        target = PeerTarget(self.pages, 0, 1, self.own_pages.form, self.copies if maps else None)
+        target = PeerTarget(tier, 0, 1, self.own_pages.form, self.copies if maps else None)
         self.reader.begin(transfer, target, acks.put_nowait)
         async with asyncio.timeout(60):
             return await acks.get()

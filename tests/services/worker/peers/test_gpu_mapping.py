@@ -72,6 +72,34 @@ async def test_pages_arrive_bit_by_bit_both_ways(pair: Pair) -> None:
     assert pair.reader.are_right(SCATTERED, 5)
 
 
+@pytest.mark.parametrize("maps", [True, False])
+async def test_pages_arrive_on_the_device_bit_by_bit_and_others_stay(pair: Pair, *, maps: bool) -> None:
+    reader, heads = pair.reader, pair.reader.own_pages.form.held
+    pages = SCATTERED[: SHAPE.pages // 2] if maps else SCATTERED[:9]
+    expected = reader.own_pages.read_pages(pages, heads)
+    kept = range(len(pages), min(len(pages) + 16, SHAPE.pages))
+    before = reader.own_pages.read_pages(kept, heads)
+    assert (await reader.read(pages, maps=maps, to_device=True)).done_pages == len(pages)
+    assert reader.has_mapped == maps
+    assert reader.own_pages.read_pages(range(len(pages)), heads) == expected
+    assert reader.own_pages.read_pages(kept, heads) == before
+
+
+@pytest.mark.parametrize("maps", [True, False])
+async def test_pages_are_not_overwritten_before_the_passes_have_read_them(pair: Pair, *, maps: bool) -> None:
+    assert (await pair.reader.read([3], to_device=True)).done_pages == 1
+    keys = pair.reader.pool.layers[0].keys
+    old = keys[:8].clone()
+    torch.cuda.synchronize()
+    # A pass that takes long, and then reads.
+    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # torch has no types for it
+    seen = keys[:8].clone()
+    assert (await pair.reader.read(SCATTERED[100:108], maps=maps, to_device=True)).done_pages == 8
+    torch.cuda.synchronize()
+    assert torch.equal(seen, old)
+    assert not torch.equal(keys[:8], old)
+
+
 async def test_a_lease_that_ends_during_a_copy_ends_it_before_its_pages_are_overwritten(pair: Pair) -> None:
     assert (await pair.reader.read([3])).done_pages == 1
     reading = asyncio.create_task(pair.reader.read(SCATTERED))

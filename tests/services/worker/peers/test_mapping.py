@@ -28,10 +28,12 @@ from services.worker.engine.host_tier.shared_pages import (
 from services.worker.engine.parallel.shards import Span
 from services.worker.peers import mapping
 from services.worker.peers.leases import PageLeases, Permission, this_host
-from services.worker.peers.reading import PeerReader, PeerTarget
+from services.worker.peers.reading import PeerReader
+from services.worker.peers.targets import DeviceTarget, HostTarget, PeerTarget
 from services.worker.service import WorkerService
-from services.worker.stream_pages import StreamPages
+from services.worker.stream_pages import StreamDevicePages, StreamPages
 from tests.fakes.storage import FakeHostPages
+from tests.services.worker.peers.lent_pages import UnwrittenPages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     import grpc
 
     from common.steps import PageIds
+    from services.worker.engine.execution.interface import AfterPasses
     from services.worker.grammars.desk import GrammarDesk
+    from services.worker.peers.targets import TargetPages
     from services.worker.rank import Rank
 
 LEASE = b"l" * 16
@@ -68,7 +72,7 @@ class FakeSharing:
         self.open_handles.remove(bytes([address // 100]))
 
 
-class Device:
+class Device(UnwrittenPages):
     """Pages of a lender, whose content is their number; `version` is in its upper half, as if it were overwritten."""
 
     def __init__(self, *, can_share: bool = True) -> None:
@@ -98,6 +102,7 @@ class FakeCopies:
     """Copies from the device of a test. While `gate` is cleared copies wait; `begun` are pages of all copies."""
 
     slice_pages = 2
+    direct_slice_pages = 16
 
     def __init__(self, sharing: FakeSharing, host: FakeHostPages, device: Callable[[], Device]) -> None:
         self._sharing = sharing
@@ -108,6 +113,7 @@ class FakeCopies:
         self.begun: list[int] = []
         self.running = 0
         self.is_ready = True
+        self.waits = 0
 
     def can_write(self, host_pages: PageIds) -> bool:
         return self.is_ready
@@ -123,6 +129,13 @@ class FakeCopies:
         for page, host_page in zip(pages.tolist(), host_pages.tolist(), strict=True):
             self._host.pages[host_page] = self._device().read_page(page) * (self._host.page_bytes // 4)
         self.running -= 1
+
+    def note_wait(self) -> None:
+        self.waits += 1
+
+    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds, after: AfterPasses) -> None:
+        after()
+        self.copy(source, pages, device_pages)
 
 
 class CountingService(WorkerService):
@@ -171,12 +184,17 @@ class Bench:
         """Let pages be as large as they are, so that they can be sent as bytes."""
         self.device.form = PageForm(((1, 4),), Span(0, 1), 1)
 
-    async def fetch(self, pages: Sequence[int]) -> TransferAck:
+    async def fetch(self, pages: Sequence[int], device: StreamDevicePages | None = None) -> TransferAck:
+        """Read pages into the first ones of the host, or of a device, whose pages the fake copies keep there, too."""
         peer = PeerPages((self.address,), LEASE, np.array(pages, np.int32))
-        host_pages = np.arange(len(pages), dtype=np.int32)
-        transfer = Transfer(TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=host_pages, peer=peer)
+        arriving = np.arange(len(pages), dtype=np.int32)
+        transfer = Transfer(TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=arriving, peer=peer)
+        tier: TargetPages = HostTarget(self.pages)
+        if device is not None:
+            transfer = Transfer(TransferId(7), TransferDirection.PEER_TO_DEVICE, arriving, peer=peer)
+            tier = DeviceTarget(device, self.copies.note_wait)
         acks: asyncio.Queue[TransferAck] = asyncio.Queue()
-        target = PeerTarget(self.pages, 0, 1, self.device.form, self.copies)
+        target = PeerTarget(tier, 0, 1, self.device.form, self.copies)
         self.reader.begin(transfer, target, acks.put_nowait)
         async with asyncio.timeout(30):
             return await acks.get()
@@ -218,6 +236,23 @@ async def test_pages_are_copied_from_mapped_memory_and_it_is_mapped_once(bench: 
     assert bench.host.pages == bench.content(ORDER)
     assert bench.service.calls == ["map"]
     assert bench.sharing.open_handles == [b"a", b"b"]
+
+
+async def test_pages_are_copied_to_the_device_whether_or_not_the_host_tier_is_ready(bench: Bench) -> None:
+    bench.copies.is_ready = False
+    assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
+    assert bench.host.pages == bench.content(ORDER)
+    assert bench.service.calls == ["map"]
+    assert bench.copies.waits == len(range(0, PAGES, bench.copies.direct_slice_pages))
+
+
+async def test_nothing_is_copied_to_the_device_after_the_stream_of_plans_has_ended(bench: Bench) -> None:
+    pages = StreamDevicePages(bench.device)
+    pages.close()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await bench.fetch(ORDER, pages)
+    assert bench.copies.begun == []
 
 
 async def test_no_more_is_copied_than_was_permitted(bench: Bench) -> None:
@@ -363,6 +398,7 @@ async def test_a_peer_that_dies_is_unmapped_and_its_successor_mapped(bench: Benc
 
 
 async def test_host_pages_are_written_no_more_once_the_stream_of_plans_has_ended(bench: Bench) -> None:
+    bench.leases._linger_s = 60
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
     await asyncio.sleep(0.1)

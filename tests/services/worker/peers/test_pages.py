@@ -20,20 +20,23 @@ from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.parallel.shards import Span, split_kv_heads
 from services.worker.peers.leases import MESSAGE_BYTES, PageLeases
-from services.worker.peers.reading import PeerReader, PeerTarget
-from services.worker.stream_pages import StreamPages
+from services.worker.peers.reading import PeerReader
+from services.worker.peers.targets import DeviceTarget, HostTarget, PeerTarget
+from services.worker.stream_pages import StreamDevicePages, StreamPages
 from tests.fakes.storage import FakeHostPages
+from tests.services.worker.peers.lent_pages import UnwrittenPages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
+    from services.worker.engine.execution.interface import AfterPasses
     from services.worker.engine.host_tier.shared_pages import SharedPages
 
 LEASE, OTHER = b"l" * 16, b"o" * 16
 
 
-class UnsharedMemory:
+class UnsharedMemory(UnwrittenPages):
     """The memory of these pages cannot be mapped."""
 
     shared_name: bytes | None = None
@@ -152,13 +155,17 @@ class Bench:
         self.pages = StreamPages(self.host)
         self.reader = PeerReader(open_channel, silence_s=20)
 
-    async def fetch(self, device_pages: list[int], host_pages: list[int], lease: bytes = LEASE) -> TransferAck:
-        peer = PeerPages(("unix:nobody", self.address), lease, np.array(device_pages, np.int32))
-        transfer = Transfer(
-            TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=np.array(host_pages, np.int32), peer=peer
-        )
+    async def fetch(
+        self, pages: list[int], into: list[int], lease: bytes = LEASE, target: DeviceTarget | None = None
+    ) -> TransferAck:
+        """Read pages into those of the host, or of the device if there is such a target."""
+        peer = PeerPages(("unix:nobody", self.address), lease, np.array(pages, np.int32))
+        arriving = np.array(into, np.int32)
+        transfer = Transfer(TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=arriving, peer=peer)
+        if target is not None:
+            transfer = Transfer(TransferId(7), TransferDirection.PEER_TO_DEVICE, arriving, peer=peer)
         acks: asyncio.Queue[TransferAck] = asyncio.Queue()
-        self.reader.begin(transfer, PeerTarget(self.pages, 1, 2, self.form), acks.put_nowait)
+        self.reader.begin(transfer, PeerTarget(target or HostTarget(self.pages), 1, 2, self.form), acks.put_nowait)
         async with asyncio.timeout(30):
             return await acks.get()
 
@@ -228,6 +235,52 @@ async def test_nothing_is_written_after_the_stream_of_plans_has_ended(bench: Ben
     assert bench.host.pages[0] == bytes(MESSAGE_BYTES // 2)
 
 
+class WrittenDevice(UnsharedMemory):
+    """Pages of a reading rank's device; those that are written are kept in `pages`, and `waits` counts the waits."""
+
+    def __init__(self, form: PageForm) -> None:
+        self.form = form
+        self.pages: dict[int, bytes] = {}
+        self.waits = 0
+
+    def after_passes(self) -> AfterPasses:
+        def wait() -> None:
+            self.waits += 1
+
+        return wait
+
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        raise AssertionError("nothing is read")
+
+    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+        after()
+        size = self.form.page_bytes
+        self.pages |= {page: bytes(content[at * size : (at + 1) * size]) for at, page in enumerate(pages)}
+
+
+async def test_pages_arrive_on_the_device_after_the_passes_that_may_read_what_was_there(bench: Bench) -> None:
+    bench.leases.grant(LEASE, range(8))
+    device = WrittenDevice(bench.form)
+    target = DeviceTarget(StreamDevicePages(device), device.after_passes())
+    assert (await bench.fetch([7, 5, 6], [12, 10, 11], target=target)).done_pages == 3
+    assert {page: held[:4] for page, held in device.pages.items()} == {12: content(7), 10: content(5), 11: content(6)}
+    assert device.waits > 0
+    bench.service.cuts = 1
+    assert (await bench.fetch([0, 1, 2, 3], [0, 1, 2, 3], target=target)).done_pages == 2
+    assert 2 not in device.pages
+
+
+async def test_nothing_is_written_to_the_device_after_the_stream_of_plans_has_ended(bench: Bench) -> None:
+    bench.leases.grant(LEASE, [5])
+    device = WrittenDevice(bench.form)
+    pages = StreamDevicePages(device)
+    pages.close()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await bench.fetch([5], [0], target=DeviceTarget(pages, device.after_passes()))
+    assert device.pages == {}
+
+
 class HeadDevice(UnsharedMemory):
     """Pages of four heads of 8 bytes, of which a rank holds some; each byte depends on page and head."""
 
@@ -257,7 +310,7 @@ class Ranks:
         form = HeadDevice(rank, ranks).form
         host = FakeHostPages(form.page_bytes, [bytes(form.page_bytes) for _ in pages])
         peer = PeerPages(self.addresses, LEASE, np.array(pages, np.int32))
-        target = PeerTarget(StreamPages(host), rank, ranks, form)
+        target = PeerTarget(HostTarget(StreamPages(host)), rank, ranks, form)
         transfer = Transfer(
             TransferId(1), TransferDirection.PEER_TO_HOST, host_pages=np.arange(len(pages), dtype=np.int32), peer=peer
         )

@@ -18,6 +18,7 @@ from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.host_tier.shared_pages import SLICE_BYTES
 from services.worker.engine.parallel.shards import Span
 from services.worker.peers.leases import ENDED_LEASES, PageLeases
+from tests.services.worker.peers.lent_pages import UnwrittenPages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -36,7 +37,7 @@ class Read:
     gate: threading.Event
 
 
-class Device:
+class Device(UnwrittenPages):
     """Pages that hold the number of the lease that they were last written for; reads last until they are let go.
 
     They belong to a scheduler, number `life`, and those of the next one are the same memory.

@@ -1,4 +1,4 @@
-"""Collecting scattered pages of all layers in one run of memory, and the way back, as one program."""
+"""Moving scattered pages of all layers as one program: to and from one run of memory, and between pools."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def _move(bases, pages, staging, words, GATHERS: tl.constexpr, BLOCK: tl.constex
             tl.store(of_page + at, tl.load(of_staging + at, mask=inside), mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["pages", "into"])
+def _copy(sources, pages, bases, into, words, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1).to(tl.int64)
+    of_source = tl.load(sources + half).to(tl.pointer_type(tl.int64)) + tl.load(pages + index) * words
+    of_page = tl.load(bases + half).to(tl.pointer_type(tl.int64)) + tl.load(into + index) * words
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < words
+        tl.store(of_page + at, tl.load(of_source + at, mask=inside), mask=inside)
+
+
 class ProgramPageMover:
     """See `PageMover`; a page of a layer is moved in words of 8 bytes."""
 
@@ -58,6 +70,12 @@ class ProgramPageMover:
 
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         self._launch(pages, staging, gathers=False)
+
+    def copy_from(self, addresses: Sequence[int], pages: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy pages, [pages] int64, of tensors at `addresses`, as many and of the same form, `into` those here."""
+        sources = torch.tensor(addresses, device=self._bases.device)
+        grid = (pages.shape[0], self._bases.shape[0])
+        _copy[grid](sources, pages, self._bases, into, self._words, BLOCK=_BLOCK, num_warps=4)
 
     def _launch(self, pages: torch.Tensor, staging: torch.Tensor, *, gathers: bool) -> None:
         grid = (pages.shape[0], self._bases.shape[0])

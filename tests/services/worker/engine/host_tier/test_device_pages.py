@@ -31,3 +31,24 @@ def test_pages_have_the_bytes_of_their_backups(
     assert device.read_pages(pages, heads) == b"".join(rig.host.read_page(page) for page in range(len(pages)))
     device.close()
     assert device.read_pages(pages, heads) == b""
+
+
+@pytest.mark.parametrize(("layout", "shapes"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_pages_have_the_bytes_that_were_read_and_others_stay(
+    layout: KvLayout, shapes: tuple[AttentionShape, ...], dtype: torch.dtype
+) -> None:
+    rig, shape = Rig(layout, dtype, shapes), shapes[0]
+    heads = Span(0, shape.kv_heads)
+    form = page_form_of(rig.pool, layout, shape, heads, shape.kv_heads)
+    assert form is not None
+    device = DevicePages(rig.pool, form)
+    pages, into = [7, 3, *range(20, 20 + STAGED_PAGES)], [30, 2, *range(8, 8 + STAGED_PAGES)]
+    content, before = device.read_pages(pages, heads), device.read_pages([4, 31], heads)
+    assert content != device.read_pages(into, heads)
+    device.write_pages(into, memoryview(content), device.after_passes())
+    assert device.read_pages(into, heads) == content
+    assert device.read_pages(pages, heads) == content
+    assert device.read_pages([4, 31], heads) == before
+    device.close()
+    device.write_pages(into, memoryview(bytes(len(content))), device.after_passes())

@@ -1,0 +1,101 @@
+"""Device pages for the part of a waiting request's prompt that another group computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from common.steps import NO_PAGES
+from common.types import CacheMode
+
+if TYPE_CHECKING:
+    from common.steps import PageIds
+    from common.types import TokenIds
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.types import PrefixLock
+    from services.scheduler.core.sequence import Sequence
+
+
+class DeviceMemory(Protocol):
+    """What `KvMemory` has for it."""
+
+    allocator: PageAllocator
+    cache: PrefixCache
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that an allocation could get now."""
+
+    def matchable_ids(self, sequence: Sequence) -> TokenIds:
+        """Return a sequence's ids that may be matched."""
+
+    def try_allocate(self, count: int) -> PageIds | None:
+        """Allocate pages, evicting as many as needed; None if even eviction does not free enough."""
+
+
+class DevicePlace:
+    """Holds what a row that computed the prompt here would hold; see `ArrivalPlace`.
+
+    That is a lock on what the view has cached of it, and a reference on each page of `table`: of the cached prefix, and
+    then of the pages into which the others arrive.
+    """
+
+    def __init__(self, memory: DeviceMemory, sequence: Sequence, prompt: TokenIds) -> None:
+        """Have no pages yet, for a waiting sequence, and ids by which the cache knows its prompt."""
+        self.table: PageIds = NO_PAGES
+        self._memory = memory
+        self._sequence = sequence
+        self._prompt = prompt
+        self._lock: PrefixLock | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._lock is not None
+
+    def open(self, first: int, end: int, spare_pages: int) -> bool:
+        memory, options = self._memory, self._sequence.request.options
+        # Storage may have brought a part of it to the host.
+        if self._sequence.fetch is not None or end - first + spare_pages > memory.available_pages:
+            return False
+        lock = memory.cache.commit(
+            self._sequence.request.view,
+            memory.matchable_ids(self._sequence),
+            repeated=True,
+            may_promote=options.cache_mode is not CacheMode.PRIVATE,
+            priority=options.priority,
+            session=options.session,
+        )
+        # What was evictable before may be locked now.
+        pages = None
+        if len(lock.pages) == first and end - first + spare_pages <= memory.available_pages:
+            pages = memory.try_allocate(end - first)
+        if pages is None:
+            memory.cache.release(lock)
+            memory.allocator.release(lock.pages)
+            return False
+        self._lock, self.table = lock, np.concatenate([lock.pages, pages])
+        return True
+
+    def pages(self, first: int, end: int) -> PageIds:
+        return self.table[first:end].copy()
+
+    def attach(self, end: int) -> int:
+        memory = self._memory
+        assert self._lock is not None, "it is open"
+        key = self._prompt[: end * memory.cache.page_size]
+        insertion = memory.cache.insert(self._lock, key, self.table, self._sequence.prompt_tokens)
+        kept = len(insertion.lock.pages) - len(self._lock.pages)
+        self._lock = insertion.lock
+        if insertion.first_duplicate is not None:
+            first = insertion.first_duplicate
+            self.table[first : len(insertion.pages)] = insertion.pages[first:]
+            memory.allocator.exchange(insertion.duplicates, insertion.canonical)
+        return kept
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._memory.cache.release(self._lock)
+            self._memory.allocator.release(self.table)
+            self._lock, self.table = None, NO_PAGES
