@@ -28,6 +28,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"groups": {"dataParallel": 4, "autoscaling": {"mode": "hpa"}}},
         "groups.autoscaling.mode off",
     ),
+    "groups that share experts by settings alone": (
+        {"settings": {"scheduler": {"data_parallel": {"size": 2}}}},
+        "settings.scheduler.data_parallel.size is 2 and groups.dataParallel 1",
+    ),
+    "another number of groups that share experts in settings": (
+        {"groups": {"dataParallel": 4}, "settings": {"scheduler": {"data_parallel": {"size": 2}}}},
+        "set groups.dataParallel",
+    ),
+    "roles that share experts by settings alone": (
+        {"groups": {"roles": {"both": {"settings": {"scheduler": {"data_parallel": {"size": 2}}}}}}},
+        "data_parallel.size is 2",
+    ),
     "groups that share experts in separate pods": ({"groups": {"dataParallel": 4, "layout": "separate"}}, "together"),
     "groups that share experts and have several ranks": (
         {"groups": {"dataParallel": 2}, "worker": {"tensorParallel": 2}},

@@ -52,6 +52,10 @@
 {{- define "pando.sharesExperts" -}}
 {{- $groups := .Values.groups -}}
 {{- $worker := .Values.worker -}}
+{{- $size := dig "scheduler" "data_parallel" "size" (int $groups.dataParallel) .Values.settings | int -}}
+{{- if ne $size (int $groups.dataParallel) -}}
+{{- fail (printf "settings.scheduler.data_parallel.size is %d and groups.dataParallel %d: leave out the former, which the chart sets with the addresses, and set groups.dataParallel" $size (int $groups.dataParallel)) -}}
+{{- end -}}
 {{- if gt (int $groups.dataParallel) 1 -}}
 {{- if not (has (int $groups.replicas) (list 1 (int $groups.dataParallel))) -}}
 {{- fail "groups.dataParallel is the number of groups: leave out groups.replicas" -}}
