@@ -368,8 +368,10 @@ class FleetDesk:
     async def _look_up(self, entries: Sequence[_Prefixes]) -> tuple[tuple[str, bytes], ...]:
         """Return the prefixes in `entries` that the fleet has begun to share."""
         found: dict[tuple[str, bytes], None] = {}
+        # Several subjects' claims of one prompt have one entry.
+        distinct = {id(entry): entry for entry in entries}.values()
         while True:
-            pending = [entry for entry in entries if entry.shared < len(entry.names)]
+            pending = [entry for entry in distinct if entry.shared < len(entry.names)]
             names = list({entry.names[entry.shared]: None for entry in pending})
             shared = await self._state.look_up(names) if names else set()
             for entry in pending:

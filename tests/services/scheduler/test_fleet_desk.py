@@ -64,6 +64,18 @@ async def test_subjects_of_several_groups_are_evidence_together(server: RedisPro
         check(groups)
 
 
+async def test_several_subjects_ask_at_once_for_a_prompt_that_is_shared(server: RedisProcess) -> None:
+    async with groups_at(server.url, 4) as groups:
+        await spread(groups, ANN, BOB, CID)
+        for user in (DAN, EVE):
+            groups[3].driver.serve(user, SYSTEM)
+        # Within an epoch, only their prompts are looked up, which are the same.
+        await groups.poll()
+        await groups.next_epoch()
+        assert groups[3].driver.peek(View(Subject("tenant", "fay")), [*SYSTEM, 7]) == 80
+        check(groups)
+
+
 async def test_too_few_subjects_share_nothing_in_any_group(server: RedisProcess) -> None:
     async with groups_at(server.url, 4) as groups:
         # One subject at many groups, with many salts, is one subject (B2, B5).
