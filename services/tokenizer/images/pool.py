@@ -139,8 +139,8 @@ class ImagePool:
                 more than `max_bytes`.
             QueueFullError: too many images are waiting.
         """
-        # Hashing megabytes would delay the event loop.
-        keys = await asyncio.to_thread(lambda: [key_of(file) for file in files]) if view else []
+        # Hashing megabytes would delay the event loop, and the images of a request one after the other its answer.
+        keys = await asyncio.gather(*(asyncio.to_thread(key_of, file) for file in files)) if view else []
         found = [self._recent.get(view, key) for key in keys] if view else [None] * len(files)
         pieces = sum(-(-file.size // PIECE_BYTES) for file, image in zip(files, found, strict=True) if image is None)
         self._room.take(subject, pieces)
