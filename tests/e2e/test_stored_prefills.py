@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 import grpc
+import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -18,11 +21,12 @@ from common.settings import (
     SchedulerSettings,
     Settings,
     StorageSettings,
+    TokenizerSettings,
     WorkerSettings,
     WorkerStorageSettings,
 )
 from common.types import GroupRole
-from deploy.supervisor.layout import PlannedGroup, Replicas
+from deploy.supervisor.layout import PlannedGroup, Replicas, free_port
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.byte_models import continued, save_byte_model
 from tests.e2e.conftest import serve
@@ -50,9 +54,11 @@ def model(tmp_path: Path) -> Path:
 
 @contextmanager
 def divided(model: Path, place: Path, root: Path) -> Iterator[Served]:
+    metrics_port = free_port("127.0.0.1")
     settings = Settings(
         model=ModelSettings(reference=str(model), dtype="float32"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
+        tokenizer=TokenizerSettings(metrics_port=metrics_port),
         scheduler=SchedulerSettings(
             host_tier=HostTierSettings(pages=256),
             prefill_min_tokens=64,
@@ -60,9 +66,16 @@ def divided(model: Path, place: Path, root: Path) -> Iterator[Served]:
         ),
         worker=WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(str(place / "pages")), timeout_s=10.0)),
     )
-    yield from serve(
-        settings, root, replicas=Replicas(groups=(PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE)))
-    )
+    replicas = Replicas(groups=(PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE)))
+    for served in serve(settings, root, replicas=replicas):
+        # It answers once the tokenizer has heard of the group that decodes, which may be before it hears of the other.
+        wait_until(partial(has_heard_of_both, metrics_port))
+        yield served
+
+
+def has_heard_of_both(metrics_port: int) -> bool:
+    metrics = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", trust_env=False, timeout=30).text
+    return len(re.findall(r"^pando_tokenizer_replica_serving{[^}]*} 1", metrics, re.MULTILINE)) == 2
 
 
 def state(served: Served, name: str) -> scheduler_pb2.GetStateResponse:
