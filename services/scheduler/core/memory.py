@@ -395,13 +395,15 @@ class KvMemory:
             if sequence.row is not None
         }
         tables |= {f"session lock {number}": lock.pages for number, lock in self._pins.items()}
-        if self.loads is not None:
-            tables |= self.loads.host.ledger.tables() | self.loads.host.peers.tables()
-        return audit(self.allocator, self.cache, tables)
+        return audit(self.allocator, self.cache, tables | self._moving_tables())
+
+    def _moving_tables(self) -> dict[str, PageIds]:
+        """Return the pages of transfers, and of prompts that arrive from other groups, by readable names."""
+        return {} if self.loads is None else self.loads.host.ledger.tables() | self.loads.host.peers.tables()
 
     def repair(self) -> int:
-        """Free leaked pages and return their number; only while no row runs, no transfer is open and no pin exists."""
-        freed = repair(self.allocator, self.cache)
+        """Free leaked pages and return their number; only while no row runs and no pin exists."""
+        freed = repair(self.allocator, self.cache, self._moving_tables())
         self.leaked_pages += max(freed, 0)
         return freed
 

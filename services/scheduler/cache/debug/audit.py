@@ -90,15 +90,16 @@ def audit(allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageI
     )
 
 
-def repair(allocator: PageAllocator, cache: PrefixCache) -> int:
-    """Make the allocator agree with the cache while no row runs; return the number of pages that became free.
+def repair(allocator: PageAllocator, cache: PrefixCache, tables: Mapping[str, PageIds]) -> int:
+    """Make the allocator agree with its holders while no row runs; return the number of pages that became free.
 
-    A cache that referred to pages counted as free is flushed, as they may have been overwritten.
+    These are the cache and `tables`, by readable names. A cache that referred to pages counted as free is flushed, as
+    they may have been overwritten.
     """
-    report = audit(allocator, cache, {})
+    report = audit(allocator, cache, tables)
     free_before = allocator.free_pages
     if not report.is_clean:
-        allocator.restore(_count_holders(allocator, cache, {}))
+        allocator.restore(_count_holders(allocator, cache, tables))
     if report.dangling:
         cache.flush()
     return allocator.free_pages - free_before

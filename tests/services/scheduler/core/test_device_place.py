@@ -12,6 +12,7 @@ from common.types import RequestId
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.memory_checks import MemoryChecks
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
@@ -188,6 +189,21 @@ def test_the_device_can_be_given_back_while_a_request_waits() -> None:
     harness.core.give_back_memory(keeps_host=True)
     assert fetch.is_done
     harness.audit()
+
+
+def test_repairing_a_leak_spares_the_pages_of_prompts_that_arrive() -> None:
+    harness = make_harness()
+    fetch = submit(harness, "one")
+    offer(fetch, 5)
+    harness.run()
+    assert harness.core.rows.running == 0
+    assert harness.core.memory.try_allocate(2) is not None, "a leak: nobody knows these pages"
+    MemoryChecks(harness.core).check()
+    assert harness.core.memory.leaked_pages == 2
+    harness.audit()
+    offer(fetch)
+    finish(harness, "one")
+    assert prefilled(harness) == len(PROMPT) - WHOLE_PAGES * PAGE
 
 
 def test_lost_workers_take_the_pages_with_them() -> None:

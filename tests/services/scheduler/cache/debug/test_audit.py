@@ -68,7 +68,7 @@ def test_repair_frees_leaked_pages_and_keeps_the_cache() -> None:
     driver.allocator.try_allocate(3)
     (node,) = driver.cache.dump()
     driver.allocator.retain(node.pages)
-    assert repair(driver.allocator, driver.cache) == 3
+    assert repair(driver.allocator, driver.cache, {}) == 3
     assert driver.peek(ANN, [1, 2, 3, 4, 5]) == 4
     assert audit(driver.allocator, driver.cache, {}).is_clean
     assert driver.cache.flush() == 2
@@ -79,7 +79,7 @@ def test_repair_flushes_a_cache_whose_pages_others_may_have_written() -> None:
     driver = Driver(capacity=8)
     driver.serve(ANN, [1, 2, 3, 4])
     driver.allocator.release(int32([0]))
-    repair(driver.allocator, driver.cache)
+    repair(driver.allocator, driver.cache, {})
     assert driver.peek(ANN, [1, 2, 3, 4, 5]) == 0
     assert driver.allocator.free_pages == 8
     assert audit(driver.allocator, driver.cache, {}).is_clean
@@ -90,5 +90,5 @@ def test_repairing_consistent_accounts_changes_nothing() -> None:
     driver.serve(ANN, [1, 2, 3, 4])
     driver.allocator.try_allocate(1)
     driver.allocator.release(int32([2]))
-    assert repair(driver.allocator, driver.cache) == 0
+    assert repair(driver.allocator, driver.cache, {}) == 0
     assert driver.allocator.free_pages == 6
