@@ -52,11 +52,11 @@ class Planner:
 
     One token budget covers decode and prefill: every decoding sequence takes one token, partly prefilled sequences come
     next, then new ones as long as a row, pages and budget are left. A new sequence needs pages for its known tokens and
-    one spare page for each running sequence, never for its max_tokens. If pages run out later, one sequence is
-    retracted: it gives its pages back and waits. It is the youngest of the lowest priority (`preemption.py`), or under
-    fair shares one of the tenant with the most pages relative to its weight (`fair_rows.py`). Under strict priorities
-    and fair shares, running sequences are also preempted for a waiting one. Sequences of batches run only while no
-    other sequence waits or runs.
+    one spare page for each running sequence, never for its max_tokens. If pages run out later, those that wait for
+    prompts of other groups are taken; if there are none, one sequence is retracted: it gives its pages back and waits.
+    It is the youngest of the lowest priority (`preemption.py`), or under fair shares one of the tenant with the most
+    pages relative to its weight (`fair_rows.py`). Under strict priorities and fair shares, running sequences are also
+    preempted for a waiting one. Sequences of batches run only while no other sequence waits or runs.
     """
 
     def __init__(  # noqa: PLR0913  (all that plans are made of)
@@ -271,6 +271,8 @@ class Planner:
             live = self._rows.live(micro_batch)
             if self._try_advance(live, 1, grants):
                 return live, grants
+            if self._memory.yield_arrivals():
+                continue
             if self._rows.running > 1 or not self.yield_pin():
                 self._retract(self.preemption.victim(self._rows.occupants()))
 
@@ -522,15 +524,18 @@ class Planner:
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:
         """Free pages if no sequence can make progress otherwise; return whether anything was freed.
 
-        If several partly prefilled sequences hold all pages, one of them is retracted. If only one sequence runs, or
-        none runs while one waits, a session's pin is released instead.
+        First, prompts that arrive from other groups give up their pages. Then, if several partly prefilled sequences
+        hold all pages, one of them is retracted. If only one sequence runs, or none runs while one waits, a session's
+        pin is released instead.
         """
         stuck = [sequence for sequence in prefilling if self._lacks_pages(sequence)]
+        is_empty = self._refused is not None and not self._rows.running
+        if (stuck or is_empty) and self._memory.yield_arrivals():
+            return True
         if len(stuck) > 1:
             self._retract(self.preemption.victim(stuck))
             return True
         is_alone = len(stuck) == 1
-        is_empty = self._refused is not None and not self._rows.running
         return (is_alone or is_empty) and not self._is_moving_pages(now) and self.yield_pin()
 
     def _lacks_pages(self, sequence: Sequence) -> bool:

@@ -82,8 +82,9 @@ class PeerFetch:
     # If storage leaves fewer missing, they are computed here.
     min_tokens: int
     use: PromptUse
-    # Where pages arrive, unless on the host.
+    # Where pages arrive, unless on the host, and whether those after the transfer in progress do not.
     place: ArrivalPlace | None = None
+    leaves_device: bool = False
     workers: tuple[str, ...] = ()
     lease: bytes = b""
     offered: list[int] = field(default_factory=list)
@@ -153,8 +154,9 @@ class PeerReads:
     """Reads pages of peers, which become private to the view that asked for them.
 
     They arrive on the device, where a request starts with them at once, if there is room for all of them when the first
-    ones are offered; else in new nodes on the host. They are evidence, and belong to a session, as if they had been
-    computed here. Storage is looked up at the same time; pages that it had are not requested from the peer.
+    ones are offered, and until running rows need that room; else in new nodes on the host. They are evidence, and
+    belong to a session, as if they had been computed here. Storage is looked up at the same time; pages that it had are
+    not requested from the peer.
     """
 
     def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, note: Callable[[Node], None]) -> None:
@@ -244,6 +246,8 @@ class PeerReads:
             fetch.position += kept
         if kept < opened.transfer.pages:
             fetch.stop()
+        if fetch.leaves_device:
+            _leave_device(fetch)
         self._skip_present(fetch)
         self._forget_if_done(fetch)
         return kept
@@ -253,6 +257,21 @@ class PeerReads:
         for fetch in list(self._fetches):
             self._skip_present(fetch)
             self._forget_if_done(fetch)
+
+    def yield_device_pages(self) -> bool:
+        """Release the device pages of the newest prompt that arrives there; return false if none could be released.
+
+        What has arrived remains in the cache, where it can be evicted, and the rest is read to the host, if it can be
+        attached there. Pages that are being written cannot be released before they have arrived.
+        """
+        on_device = [fetch for fetch in self._fetches if fetch.place is not None and fetch.place.is_open]
+        for fetch in reversed(on_device):
+            if not fetch.is_transferring:
+                _leave_device(fetch)
+                return True
+        if on_device and not any(fetch.leaves_device for fetch in on_device):
+            on_device[-1].leaves_device = True
+        return False
 
     def leave_device(self) -> None:
         """Stop reading to the device; no transfer is open."""
@@ -344,6 +363,12 @@ class PeerReads:
         fetch.requested += transfer.pages
         fetch.is_transferring = True
         return transfer
+
+
+def _leave_device(fetch: PeerFetch) -> None:
+    if fetch.place is not None:
+        fetch.place.close()
+        fetch.place = None
 
 
 def _is_due(fetch: PeerFetch) -> bool:

@@ -143,6 +143,53 @@ def test_a_prefix_that_only_the_host_has_is_continued_there() -> None:
     assert TO_DEVICE not in directions(harness)
 
 
+def test_running_rows_take_pages_that_wait_for_the_rest_of_a_prompt() -> None:
+    harness = make_harness(pages=16)
+    harness.core.submit(make_request("long", list(range(300, 310)), user="bob", max_tokens=40), 0.0)
+    harness.plan()
+    fetch = submit(harness, "one")
+    offer(fetch, 3)
+    harness.run()
+    assert ("long", 0) in harness.finishes
+    assert harness.core.memory.retractions == 0
+    assert not fetch.is_done, "what is missing can still come"
+    offer(fetch)
+    finish(harness, "one")
+    assert TO_HOST in directions(harness)
+    assert prefilled(harness) < 10 + len(PROMPT)
+
+
+def test_running_rows_do_not_take_pages_that_are_being_written() -> None:
+    harness = make_harness(pages=16)
+    harness.core.submit(make_request("long", list(range(300, 310)), user="bob", max_tokens=40), 0.0)
+    harness.plan()
+    fetch = submit(harness, "one")
+    offer(fetch, 3)
+    for _ in range(60):
+        harness.plan()
+        harness.result()
+    assert harness.core.memory.retractions
+    assert fetch.is_transferring
+    harness.complete_all()
+    assert harness.core.memory.loads is not None
+    assert not harness.core.memory.loads.host.peers.tables()
+    harness.run()
+    assert ("long", 0) in harness.finishes
+    assert not fetch.is_done
+    harness.audit()
+
+
+def test_a_request_starts_in_pages_that_wait_for_the_rest_of_a_prompt_while_nothing_runs() -> None:
+    harness = make_harness(pages=16)
+    fetch = submit(harness, "one")
+    offer(fetch, 1)
+    harness.run()
+    harness.core.submit(make_request("other", list(range(300, 330)), user="bob", max_tokens=4), 0.0)
+    harness.run()
+    assert ("other", 0) in harness.finishes
+    assert not fetch.is_done
+
+
 @pytest.mark.parametrize("readable", [0, 3])
 def test_pages_that_cannot_be_read_are_computed_here(readable: int) -> None:
     harness = make_harness()
