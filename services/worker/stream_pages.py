@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import PageIds
-    from services.worker.engine.execution.interface import AfterPasses, DevicePageBytes, HostPageBytes
+    from services.worker.engine.execution.interface import DevicePageBytes, HostPageBytes
 
 
 class StreamEndedError(Exception):
@@ -98,11 +98,11 @@ class StreamDevicePages(_OfStream):
         """Bytes of one page."""
         return self._pages.form.page_bytes
 
-    def write_pages(self, pages: PageIds, content: memoryview, after: AfterPasses) -> None:
+    def write_pages(self, pages: PageIds, content: memoryview) -> None:
         """Overwrite pages; see `DevicePageBytes.write_pages`.
 
         Raises:
             StreamEndedError: the stream of plans has ended.
         """
         with self.kept_open():
-            self._pages.write_pages(pages.tolist(), content, after)
+            self._pages.write_pages(pages.tolist(), content)

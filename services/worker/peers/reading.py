@@ -166,6 +166,9 @@ class PeerReader:
         progress = ReadProgress(time.monotonic())
         workers = transfer.peer.workers
         try:
+            # Before the peer waits for this rank: passes may take longer than it does.
+            await target.pages.until_free()
+            progress.began_at = time.monotonic()
             if not await self._copy_mapped(transfer, target, progress):
                 await self._read_bytes(transfer, target, progress)
         except StreamEndedError:
@@ -222,7 +225,7 @@ class PeerReader:
             end = progress.done + len(content) // target.pages.page_bytes
             if end > transfer.pages:
                 raise _MisfitError
-            # Writes to a device wait for its passes.
+            # Copies to a device are waited for.
             await asyncio.to_thread(target.pages.write, transfer.arriving[progress.done : end], content)
             progress.done = end
 

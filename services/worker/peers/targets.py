@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,9 @@ class TargetPages(Protocol):
     @property
     def is_device(self) -> bool:
         """Whether they are on the device."""
+
+    async def until_free(self) -> None:
+        """Wait until no pass uses what is about to be overwritten."""
 
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         """Whether pages can be copied from memory of other processes."""
@@ -53,6 +57,9 @@ class HostTarget:
     @property
     def is_device(self) -> bool:
         return False
+
+    async def until_free(self) -> None:
+        """Return at once: passes use no pages of the host."""
 
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         return copies.can_write(pages)
@@ -85,6 +92,9 @@ class DeviceTarget:
     def is_device(self) -> bool:
         return True
 
+    async def until_free(self) -> None:
+        await asyncio.to_thread(self.after)
+
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         return True
 
@@ -93,10 +103,10 @@ class DeviceTarget:
 
     def copy(self, copies: PeerPageCopies, source: MappedPages, pages: PageIds, into: PageIds) -> None:
         with self.pages.kept_open():
-            copies.copy_to_device(source, pages, into, self.after)
+            copies.copy_to_device(source, pages, into)
 
     def write(self, pages: PageIds, content: memoryview) -> None:
-        self.pages.write_pages(pages, content, self.after)
+        self.pages.write_pages(pages, content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ class DevicePages:
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return b"".join(b"d%03d" % page for page in pages)
 
-    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+    def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         self.pages |= {page: bytes(content[at * 4 : at * 4 + 4]) for at, page in enumerate(pages)}
 
     def lend(self, recall: Callable[[], None]) -> None:

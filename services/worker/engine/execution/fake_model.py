@@ -404,7 +404,7 @@ class FakeDevicePages:
     def after_passes(self) -> AfterPasses:
         return lambda: None
 
-    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+    def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         """Do nothing."""
 
     def lend(self, recall: Callable[[], None]) -> None:

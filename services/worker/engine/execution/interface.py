@@ -24,7 +24,7 @@ ProgressReport = Callable[[float, str], None]
 Emit = Callable[[StepResult], None]
 # Whether the passes of a plan with `can_abandon` are to be abandoned; other plans do not ask. Any thread may ask.
 IsOvertaken = Callable[[], bool]
-# Lets what is begun next on the caller's current stream of the device wait for some passes.
+# Waits until some passes are over. Any thread may call it.
 AfterPasses = Callable[[], None]
 # Called between parts of a pass that may be abandoned; raises PassAbandonedError if it is.
 Checkpoint = Callable[[], None]
@@ -83,13 +83,13 @@ class DevicePageBytes(Protocol):
         """
 
     def after_passes(self) -> AfterPasses:
-        """Return what lets writes wait for the passes that have been launched by now; in the engine's thread."""
+        """Return a wait for the passes that have been launched by now; in the engine's thread."""
 
-    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
-        """Overwrite pages, once the passes of `after` have read them, and wait until that is done.
+    def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
+        """Overwrite pages, and wait until that is done.
 
-        `content` is one page after the other. Any thread may call this. The caller ensures that neither a later pass
-        nor another writer uses the pages meanwhile. Once the model has been closed, nothing is written.
+        `content` is one page after the other. Any thread may call this. The caller ensures that neither a pass nor
+        another writer uses the pages meanwhile. Once the model has been closed, nothing is written.
         """
 
     @property
@@ -137,7 +137,7 @@ class PeerPageCopies(Protocol):
             SharingError: its pages have another form, or there are no such pages.
         """
 
-    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds, after: AfterPasses) -> None:
+    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds) -> None:
         """Do the same to pages of the device; see `copy` and `DevicePageBytes.write_pages`."""
 
 

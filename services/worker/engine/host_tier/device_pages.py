@@ -86,12 +86,13 @@ class DevicePages:
         if device is None or device.type != "cuda":
             # Passes are over when the engine's thread is here.
             return lambda: None
-        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
+        # Blocking: the waiting thread leaves the processor to others.
+        launched = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         launched.record(torch.cuda.current_stream(device))
-        return lambda: torch.cuda.current_stream(device).wait_event(launched)
+        return launched.synchronize
 
     @torch.inference_mode()
-    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+    def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         size = self.form.page_bytes
         with self._lock:
             if self._pool is None:
@@ -99,7 +100,7 @@ class DevicePages:
             staging = self._staging(self._pool)
             for first in range(0, len(pages), STAGED_PAGES):
                 part = pages[first : first + STAGED_PAGES]
-                staging.write(part, content[first * size : (first + len(part)) * size], after)
+                staging.write(part, content[first * size : (first + len(part)) * size])
 
     @property
     def shared_name(self) -> bytes | None:
@@ -169,7 +170,7 @@ class _Staging:
         content: bytes = held.contiguous().view(torch.uint8).numpy().tobytes()
         return content
 
-    def write(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+    def write(self, pages: Sequence[int], content: memoryview) -> None:
         indices = torch.from_numpy(np.array(pages, np.int64))
         # A copy: torch takes no memory that is read-only.
         held = torch.from_numpy(np.array(content)).view(self._memory.dtype).view(len(pages), *self._memory.shape[1:])
@@ -178,7 +179,6 @@ class _Staging:
             self._mover.scatter(indices, self._memory)
             return
         with torch.cuda.stream(self._stream):
-            after()
             self._memory[: len(pages)] = held.to(self._memory.device)
             self._mover.scatter(indices.to(self._memory.device), self._memory)
         self._stream.synchronize()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from common.steps import PageIds
-    from services.worker.engine.execution.interface import AfterPasses
     from services.worker.engine.host_tier.shared_pages import MemorySharing, SharedPages
     from services.worker.engine.host_tier.stream_transfers import StreamTransfers
     from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
@@ -68,9 +67,9 @@ class PeerCopies:
             slot.copy(source, pages, self._host.memory, runs(host_pages, self._pinned.pages_at_once))
 
     @torch.inference_mode()
-    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds, after: AfterPasses) -> None:
+    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds) -> None:
         with self._slot_for(source, pages) as slot:
-            slot.copy_to_device(source, pages, self._mover, device_pages, after)
+            slot.copy_to_device(source, pages, self._mover, device_pages)
 
     @contextmanager
     def _slot_for(self, source: MappedPages, pages: PageIds) -> Iterator[_Slot]:
@@ -132,14 +131,13 @@ class _Slot:
         self._is_done.synchronize()
 
     def copy_to_device(
-        self, source: MappedPages, pages: PageIds, mover: ProgramPageMover, device_pages: PageIds, after: AfterPasses
+        self, source: MappedPages, pages: PageIds, mover: ProgramPageMover, device_pages: PageIds
     ) -> None:
         """Copy pages, [pages] int32, to `device_pages`, [pages] int32, of `mover`'s pool; wait until that is done."""
         with torch.cuda.stream(self._stream):
             indices, into = (
                 torch.from_numpy(ids.astype(np.int64)).to(self._memory.device) for ids in (pages, device_pages)
             )
-            after()
             mover.copy_from(source.addresses, indices, into)
             self._is_done.record(self._stream)
         self._is_done.synchronize()

@@ -16,5 +16,5 @@ class UnwrittenPages:
     def after_passes(self) -> AfterPasses:
         raise AssertionError("nothing is written")
 
-    def write_pages(self, pages: Sequence[int], content: memoryview, after: AfterPasses) -> None:
+    def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         raise AssertionError("nothing is written")

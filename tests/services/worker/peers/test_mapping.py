@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
     import grpc
 
     from common.steps import PageIds
-    from services.worker.engine.execution.interface import AfterPasses
     from services.worker.grammars.desk import GrammarDesk
     from services.worker.peers.targets import TargetPages
     from services.worker.rank import Rank
 
 LEASE = b"l" * 16
 PAGES = 24
+LINGER_S = 0.5  # of the lender
 WINDOW = 2 * SLICES_AT_ONCE  # pages that may be read at a time, two in each slice
 
 
@@ -113,7 +114,9 @@ class FakeCopies:
         self.begun: list[int] = []
         self.running = 0
         self.is_ready = True
+        # Waits for passes, and how long they take.
         self.waits = 0
+        self.passes_s = 0.0
 
     def can_write(self, host_pages: PageIds) -> bool:
         return self.is_ready
@@ -131,10 +134,11 @@ class FakeCopies:
         self.running -= 1
 
     def note_wait(self) -> None:
+        time.sleep(self.passes_s)
         self.waits += 1
 
-    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds, after: AfterPasses) -> None:
-        after()
+    def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds) -> None:
+        assert self.waits > 0, "passes may still read what is there"
         self.copy(source, pages, device_pages)
 
 
@@ -174,7 +178,7 @@ class Bench:
         self.serve()
 
     def serve(self) -> None:
-        self.leases = PageLeases(lambda: self.device, linger_s=0.5)
+        self.leases = PageLeases(lambda: self.device, linger_s=LINGER_S)
         self.leases.grant(LEASE, range(PAGES))
         self.service = CountingService(self.leases)
         self.server = RpcServer("pando.v1.Worker", self.address)
@@ -243,7 +247,13 @@ async def test_pages_are_copied_to_the_device_whether_or_not_the_host_tier_is_re
     assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
     assert bench.host.pages == bench.content(ORDER)
     assert bench.service.calls == ["map"]
-    assert bench.copies.waits == len(range(0, PAGES, bench.copies.direct_slice_pages))
+    assert bench.copies.waits == 1
+
+
+async def test_a_lender_does_not_wait_for_the_passes_of_its_reader(bench: Bench) -> None:
+    bench.copies.passes_s = 2 * LINGER_S
+    assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
+    assert bench.service.calls == ["map"], "it has not taken the reader for gone"
 
 
 async def test_nothing_is_copied_to_the_device_after_the_stream_of_plans_has_ended(bench: Bench) -> None:
