@@ -110,13 +110,21 @@ class _Slot:
     """Staging memory of one slice, laid out as that of `HostPool`, and a stream."""
 
     def __init__(self, memory: torch.Tensor) -> None:
+        # Imported here because it needs Triton.
+        from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+
         self._memory = memory
         # torch has no types for them
         self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self._is_done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-        # Compiles the program before a lender waits for it.
-        self._collect([memory.data_ptr()] * memory[0, ..., 0].numel(), memory[0, 0, 0].nbytes, np.zeros(1, np.int32))
+        # Compiles the programs before a lender waits for them.
+        addresses, page_bytes = [memory.data_ptr()] * memory[0, ..., 0].numel(), memory[0, 0, 0].nbytes
+        self._collect(addresses, page_bytes, np.zeros(1, np.int32))
+        with torch.cuda.stream(self._stream):
+            page = torch.zeros(1, dtype=torch.int64, device=memory.device)
+            # To where it is.
+            ProgramPageMover(addresses, page_bytes, memory.device).copy_from(addresses, page, page)
         self._stream.synchronize()
 
     def copy(
