@@ -56,8 +56,9 @@ class DevicePlace:
 
     def open(self, first: int, end: int, spare_pages: int) -> bool:
         memory, options = self._memory, self._sequence.request.options
-        # Storage may have brought a part of it to the host.
-        if self._sequence.fetch is not None or end - first + spare_pages > memory.available_pages:
+        # Storage may yet bring a part of it to the host.
+        is_reading = self._sequence.fetch is not None and not self._sequence.fetch.is_done
+        if is_reading or end - first + spare_pages > memory.available_pages:
             return False
         lock = memory.cache.commit(
             self._sequence.request.view,

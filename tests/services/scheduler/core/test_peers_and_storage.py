@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.transfers import TransferDirection
 from common.types import RequestId
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.tiers.config import PrefetchPolicy, StorageConfig
@@ -138,6 +139,7 @@ def test_another_users_stored_pages_are_read_from_the_peer_instead(keyring: Path
     offer(fetch)
     assert cached(server, "bob") == 0
     assert peer.read == list(range(WHOLE_PAGES))
+    assert TransferDirection.PEER_TO_DEVICE in server.directions(), "nothing more is expected from storage"
 
 
 @pytest.mark.parametrize("policy", [PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
