@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import time
@@ -25,6 +26,8 @@ LINKS = (
     "detokenizer-gateway",
     "gateway-redis",
 )
+# Of calls for prompts, and of their pages.
+BETWEEN_GROUPS = ("scheduler-1-scheduler-0", "worker-1-worker-0")
 STOPS_S = (8, 40, 75)
 LINK_FAULT_S = 8.0
 # Longer than peers wait for each other.
@@ -34,6 +37,9 @@ SHORT_LINK_FAULTS = ("one/scheduler-detokenizer-requests-lost", "one/scheduler-w
 DELAY_S = 0.2
 BLACK_HOLE = Weather(drops_requests=True, drops_answers=True)
 RESET_PAUSE_S = 0.5
+# More than a handshake, and less than the pages of a prompt.
+CUT_BYTES = 16_384
+CUT_WAIT_S = 10.0
 # So that a second of an idle link has some, and of a busy one many.
 FLIP_BYTES = 3000
 # A restarted service has not answered yet at this time.
@@ -125,8 +131,14 @@ def _role_faults() -> Iterator[Fault]:
         yield Fault(f"roles/kill-{'+'.join(names)}", "roles", _kill(*names), is_short=names == ("worker-1",))
     for name in ("scheduler-0", "worker-0", "worker-1"):
         yield Fault(f"roles/stop-8s-{name}", "roles", _stop(name, STOPS_S[0]))
-    for link in ("tokenizer-scheduler-0", "scheduler-worker-0"):
+    for link in ("tokenizer-scheduler-0", "scheduler-worker-0", *BETWEEN_GROUPS):
         yield Fault(f"roles/{link}-black-hole", "roles", _weather(link, BLACK_HOLE, LONG_LINK_FAULT_S))
+    for link in BETWEEN_GROUPS:
+        yield Fault(f"roles/{link}-delayed", "roles", _weather(link, delayed(DELAY_S), LINK_FAULT_S))
+        yield Fault(f"roles/{link}-refused", "roles", _refuse(link))
+    for times in (1, 7):
+        name = f"roles/worker-1-worker-0-cut-in-transfer-x{times}"
+        yield Fault(name, "roles", _cut("worker-1-worker-0", times), is_short=times == 7)
 
 
 def _mixed_faults() -> Iterator[Fault]:
@@ -232,6 +244,27 @@ def _reset(link: str, times: int) -> Callable[[System], Awaitable[float]]:
             await system.links[system.of_first_group(link)].reset()
             await asyncio.sleep(RESET_PAUSE_S)
         return last_at - began_at
+
+    return inject
+
+
+def _cut(link: str, times: int) -> Callable[[System], Awaitable[float]]:
+    """Reset connections while they carry an answer, which is slow, or after a time without one."""
+
+    async def inject(system: System) -> float:
+        began_at, cut, found = time.monotonic(), 0, system.links[link]
+        async with found.under(delayed(DELAY_S)):
+            for _ in range(times):
+                before = found.answered_bytes
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CUT_WAIT_S):
+                        while found.answered_bytes < before + CUT_BYTES:  # noqa: ASYNC110
+                            await asyncio.sleep(0.005)
+                        cut += 1
+                await found.reset()
+        if not cut:
+            raise BrokenPromiseError(f"nothing was sent over {link} that could be cut")
+        return time.monotonic() - began_at
 
     return inject
 

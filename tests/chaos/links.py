@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 HOST = "127.0.0.1"
 READ_BYTES = 1 << 16
@@ -73,8 +73,11 @@ class Link:
         self.name = name
         self.port = port
         self.weather = CLEAR
-        # Connections so far, for tests.
+        # Connections, and bytes from the target, so far.
         self.accepted = 0
+        self.answered_bytes = 0
+        # Links that take over the connections that come from certain ports.
+        self.branches: list[tuple[Callable[[int], bool], Link]] = []
         self._target = target
         self._random = randomness
         self._changed = asyncio.Event()
@@ -133,6 +136,15 @@ class Link:
         self._changed = asyncio.Event()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = writer.get_extra_info("peername")[1]
+        for is_its, link in self.branches:
+            if is_its(port):
+                link._accept(reader, writer)
+                return
+        if self._server is None:
+            # A branch that refuses connections.
+            _abort(writer)
+            return
         self.accepted += 1
         writers = [writer]
         task = asyncio.create_task(self._serve(reader, writer, writers))
@@ -169,6 +181,8 @@ class Link:
                 await self._changed.wait()
             if self.weather.drops_requests if is_request else self.weather.drops_answers:
                 continue
+            if not is_request:
+                self.answered_bytes += len(data)
             writer.write(self._flipped(data))
             await writer.drain()
         # The other direction has nothing to wait for either: no protocol of these links closes one direction only.

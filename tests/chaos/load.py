@@ -451,9 +451,19 @@ class Load:
     """A steady load within a block; `exchanges` has all requests that began in it."""
 
     def __init__(
-        self, url: str, requests: Sequence[Case], *, expects_replacement: bool = False, forgets: bool = False
+        self,
+        url: str,
+        requests: Sequence[Case],
+        *,
+        has_new_users: bool = False,
+        expects_replacement: bool = False,
+        forgets: bool = False,
     ) -> None:
-        """Send `requests` in turn; see `Client` for the rest."""
+        """Send `requests` in turn, by few users or each by a new one, of whom nothing is cached.
+
+        See `Client` for the rest.
+        """
+        self._users = secrets.token_hex(4) if has_new_users else None
         self.exchanges: list[Exchange] = []
         self._cases = requests
         self._client = Client(url, expects_replacement=expects_replacement, forgets=forgets)
@@ -511,7 +521,8 @@ class Load:
         self._next += 1
         exchange = Exchange(self._cases[number % len(self._cases)])
         self.exchanges.append(exchange)
-        await self._client.exchange(exchange, f"user-{number % 7}")
+        user = f"user-{number % 7}" if self._users is None else f"{self._users}-{number}"
+        await self._client.exchange(exchange, user)
         if exchange.failure is not None:
             # A gateway that refuses everything is not to be flooded.
             await asyncio.sleep(0.5)

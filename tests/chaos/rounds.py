@@ -82,7 +82,14 @@ async def run_round(
     started = time.monotonic()
     # Without a shared state, gateways record answers in their memory.
     forgets = fault.setting == "disk"
-    load = Load(system.url, requests, expects_replacement=fault.reconnects > 0, forgets=forgets)
+    load = Load(
+        system.url,
+        requests,
+        # Prompts that are cached are not computed by another group.
+        has_new_users=system.divided,
+        expects_replacement=fault.reconnects > 0,
+        forgets=forgets,
+    )
     load.start()
     judgement, own_s, is_sound = Judgement(), 0.0, True
     began_at = started

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import httpx
+import psutil
 from pydantic import SecretStr
 
 from common.rpc.options import CHANNEL_OPTIONS
 from common.settings import (
+    CacheSettings,
     GatewaySettings,
     LimitsSettings,
     ModelSettings,
@@ -103,7 +107,8 @@ class System:
 
     Services are called `gateway`, `tokenizer`, `detokenizer`, and `scheduler` and `worker` or, with two groups,
     `scheduler-0` to `worker-1`. Links have the names of both ends: `gateway-tokenizer`, or with two groups
-    `tokenizer-scheduler-0`. With two stages, one group has `worker-0` and `worker-1`.
+    `tokenizer-scheduler-0`. With two stages, one group has `worker-0` and `worker-1`. If one group computes prompts for
+    the other one, there are `scheduler-1-scheduler-0` and `worker-1-worker-0`, too.
     """
 
     def __init__(
@@ -122,10 +127,10 @@ class System:
         """Plan the system, with sockets and logs in `directory`, whose path must be short.
 
         `divided`: of two groups, the first one only computes prompts, which the other one reads. `stages`: the ranks of
-        a group, each with a part of the layers. `simulated`: its engine makes tokens up; with stages, which would not
-        wait for each other then, its model is a tiny one. `secure`: its links use mutual TLS. `mixed`: its model is a
-        tiny one that reads images and has an adapter. `with_disk`: it has a storage tier and keeps responses in a file,
-        on a small disk, instead of in a Redis server.
+        a group, each with a part of the layers. `simulated`: its engine makes tokens up; if it is divided or has
+        stages, its model is a tiny one, as the simulated engine reads no pages and waits for no other rank. `secure`:
+        its links use mutual TLS. `mixed`: its model is a tiny one that reads images and has an adapter. `with_disk`: it
+        has a storage tier and keeps responses in a file, on a small disk, instead of in a Redis server.
 
         Raises:
             MissingProgramError: there is no Redis server.
@@ -137,7 +142,7 @@ class System:
         self.divided = divided
         self._stages = stages
         self._tiny: TinyModel | None = None
-        if mixed or (simulated and stages > 1):
+        if mixed or (simulated and (divided or stages > 1)):
             self._tiny = _save_tiny_model(directory, reads_images=mixed)
         self.simulated = simulated and self._tiny is None
         self.log_path = directory / "services.log"
@@ -364,7 +369,9 @@ class System:
             scheduler = scheduler.model_copy(update={"pipeline_parallel": self._stages})
         if self.divided:
             tier = HostTierSettings(pages=4096)
-            scheduler = scheduler.model_copy(update={"host_tier": tier, "prefill_min_tokens": PREFILL_TOKENS})
+            # Prompts that several users sent would be shared, and then not be read from the other group.
+            update = {"host_tier": tier, "prefill_min_tokens": PREFILL_TOKENS, "cache": CacheSettings(mode="isolated")}
+            scheduler = scheduler.model_copy(update=update)
         if self._disk is not None:
             path = self._disk.path
             gateway = gateway.model_copy(update={"responses": ResponsesSettings(file=path / "responses.sqlite")})
@@ -420,7 +427,24 @@ class System:
                 targets[f"scheduler-detokenizer{suffix}"] = self._addresses["detokenizer"]
             elif service == "worker":
                 targets[f"scheduler-worker{suffix}"] = self._addresses[name]
+        between = ("scheduler", "tokenizer-scheduler-0"), ("worker", "scheduler-worker-0")
+        if self.divided:
+            targets |= {f"{name}-1-{name}-0": self._addresses[f"{name}-0"] for name, _ in between}
         self.links = {name: Link(name, self._ports.take(), target, self._random) for name, target in targets.items()}
+        if self.divided:
+            # All services know the other group by one address; who connects tells the links apart.
+            for name, link in between:
+                branch = partial(self._is_port_of, f"{name}-1"), self.links[f"{name}-1-{name}-0"]
+                self.links[link].branches.append(branch)
+
+    def _is_port_of(self, name: str, port: int) -> bool:
+        """Whether the service `name` has a connection from this port."""
+        pid = self.supervisor.pid_of(name)
+        if pid is None:
+            return False
+        with contextlib.suppress(psutil.Error):
+            return any(each.laddr.port == port for each in psutil.Process(pid).net_connections("tcp"))
+        return False
 
     def _connected(self, spec: ServiceSpec) -> ServiceSpec:
         """Return the service with its own address, and links as the addresses of its peers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -128,3 +129,26 @@ def test_ports_are_below_those_that_the_system_gives_to_clients() -> None:
     taken = {ports.take() for _ in range(50)}
     assert len(taken) == 50
     assert max(taken) < int(EPHEMERAL_RANGE.read_text().split()[0])
+
+
+async def test_a_branch_has_the_connections_of_its_clients_and_a_weather_of_its_own() -> None:
+    async with echo_link() as link:
+        ours: set[int] = set()
+        branch = Link("branch", PortRange(random.Random(2)).take(), link._target, random.Random(0))
+        link.branches.append((ours.__contains__, branch))
+        await branch.open()
+        with socket.socket() as chosen:
+            chosen.bind((HOST, 0))
+            ours.add(port := chosen.getsockname()[1])
+        others = await asyncio.open_connection(HOST, link.port)
+        reader, writer = await asyncio.open_connection(HOST, link.port, local_addr=(HOST, port))
+        writer.write(TEXT)
+        assert await reader.readline() == TEXT
+        assert (branch.accepted, branch.answered_bytes) == (1, len(TEXT))
+        async with branch.refusing():
+            with pytest.raises(ConnectionResetError):
+                await reader.readline()
+            others[1].write(TEXT)
+            assert await others[0].readline() == TEXT
+        await branch.close()
+        others[1].close()
