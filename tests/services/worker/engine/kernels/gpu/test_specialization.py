@@ -21,7 +21,7 @@ VARYING = {"count", "most_ranks", "shares", "steps", "stride_table", "tokens"}
 OF_A_RANK = {"rank"}
 # Tensors with one entry per row, token or page of a batch, which may be slices of others.
 OF_A_BATCH = {
-    "lengths", "page_table", "pages", "places", "positions", "rows", "slots", "token_ids", "write_slots",
+    "into", "lengths", "page_table", "pages", "places", "positions", "rows", "slots", "token_ids", "write_slots",
 }  # fmt: skip
 # Integers that follow from the model, its configuration and the device.
 CONSTANT = {
@@ -40,7 +40,7 @@ WHOLE = {
     "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses",
     "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs", "partial", "partial_sums",
     "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm", "routing_weights", "scales", "shifts",
-    "sinks", "staging", "starts", "table", "thresholds", "tiles", "value_scales", "values", "weight", "weight_scales",
+    "sinks", "sources", "staging", "starts", "table", "thresholds", "tiles", "value_scales", "values", "weight", "weight_scales",
     "weights", "widened",
 }  # fmt: skip
 
