@@ -40,8 +40,8 @@ WHOLE = {
     "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses",
     "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs", "partial", "partial_sums",
     "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm", "routing_weights", "scales", "shifts",
-    "sinks", "sources", "staging", "starts", "table", "thresholds", "tiles", "value_scales", "values", "weight", "weight_scales",
-    "weights", "widened",
+    "sinks", "sources", "staging", "starts", "table", "thresholds", "tiles", "value_scales", "values", "weight",
+    "weight_scales", "weights", "widened",
 }  # fmt: skip
 
 
