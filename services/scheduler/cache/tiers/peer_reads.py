@@ -93,6 +93,8 @@ class PeerFetch:
     # Nothing more will be offered.
     is_complete: bool = False
     is_transferring: bool = False
+    # Pages of the peer have arrived.
+    has_read: bool = False
     # It was stopped before all of its pages had arrived.
     is_cut: bool = False
     # Seconds in which its pages were in transfer, one transfer after the other.
@@ -120,7 +122,10 @@ class PeerFetch:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that this group or the peer had cached before."""
+        """Most tokens that count as cached of those that the view has: what this group or the peer had before."""
+        if not self.has_read:
+            # Whatever the view has, it has from here, also if storage has brought it since the fetch was stopped.
+            return self.key.pages * self.page_size
         return max(self.first * self.page_size, self.found_tokens)
 
     @property
@@ -244,6 +249,7 @@ class PeerReads:
                 mark = partial(self._mark, fetch.use)
                 kept = self._arrivals.attach(fetch.scope, fetch.key, fetch.position, pages, fetch.scope, mark)
             fetch.position += kept
+            fetch.has_read = fetch.has_read or kept > 0
         if kept < opened.transfer.pages:
             fetch.stop()
         if fetch.leaves_device:

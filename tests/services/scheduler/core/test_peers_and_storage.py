@@ -102,9 +102,11 @@ def test_pages_that_storage_has_are_not_read_from_the_peer_again(keyring: Path) 
     assert peer.read == list(range(6, WHOLE_PAGES))
 
 
-def test_a_prompt_that_storage_has_whole_waits_for_no_peer(keyring: Path) -> None:
+@pytest.mark.parametrize("min_tokens", [4, 12, 40])
+def test_a_prompt_that_storage_has_whole_waits_for_no_peer(keyring: Path, min_tokens: int) -> None:
+    """Storage brings one page, then eight and then the rest, which is too short for a peer by itself."""
     server, peer = Server(keyring, storage_with(keyring, len(PROMPT))), Peer()
-    fetch = await_peer(server, peer, "one")
+    fetch = await_peer(server, peer, "one", min_tokens=min_tokens)
     assert cached(server, "one") == WHOLE_PAGES * PAGE
     assert fetch.is_done
     assert peer.read == []
