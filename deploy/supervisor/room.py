@@ -29,7 +29,7 @@ _DEVICES = Path("/dev")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What there is; `gpus`: None where they cannot be counted."""
+    """The resources of this host; `gpus` is None where GPUs cannot be counted."""
 
     cores: int
     memory_bytes: int
@@ -37,7 +37,7 @@ class Host:
 
 
 def find_host() -> Host:
-    """Return what this process may use now."""
+    """Return the cores, memory and GPUs that this process may use now."""
     return Host(available_cores(), available_memory(), count_gpus())
 
 

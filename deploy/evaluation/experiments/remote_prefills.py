@@ -37,7 +37,7 @@ class PrefillCounts:
         return PrefillCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def since(self, before: PrefillCounts) -> PrefillCounts:
-        """Return what was counted after `before`."""
+        """Return the differences from the earlier counts `before`."""
         return PrefillCounts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
     def figures(self) -> Iterator[tuple[str, float, str]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory(Protocol):
-    """What `KvMemory` has for it."""
+    """The part of `KvMemory` that a place uses."""
 
     allocator: PageAllocator
     cache: PrefixCache

@@ -363,7 +363,7 @@ class ImagePool:
 
 
 def usual_processes(processors: int, memory_bytes: int, limit_bytes: int) -> int:
-    """Return how many processes decode images where their number is not configured.
+    """Return the default number of processes that decode images.
 
     Half of the `processors` are left to other work, and half of `memory_bytes`, those that are free; each process may
     take `limit_bytes`.

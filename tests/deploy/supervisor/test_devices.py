@@ -1,4 +1,4 @@
-"""Settings that suit GPUs and roles, where nobody has made them."""
+"""Defaults of `pando up` for GPUs and for roles."""
 
 from __future__ import annotations
 

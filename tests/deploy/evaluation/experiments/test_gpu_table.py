@@ -78,7 +78,7 @@ def test_a_load_without_remote_prefills_has_no_such_figures(tmp_path: Path) -> N
 def metrics_text(
     *, asked: float, fetched: float, transfer_s: float, exposed_s: float, copied: float, copy_s: float
 ) -> str:
-    """Return what a scheduler exports that was asked for so many prompts, one of which fails if there are several."""
+    """Return a scheduler's metrics after `asked` remote prefills, one of which fails if there are several."""
     prefix = "pando_scheduler_"
     return "".join(
         f"{prefix}{name} {value}\n"

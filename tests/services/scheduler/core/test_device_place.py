@@ -76,7 +76,7 @@ def directions(harness: Harness) -> list[TransferDirection]:
 
 
 def prefilled(harness: Harness) -> int:
-    """Return how many tokens of prompts were computed."""
+    """Return the number of prompt tokens that were computed."""
     return sum(chunk.length for plan in harness.plans for chunk in plan.prefills)
 
 
@@ -244,7 +244,7 @@ def test_repairing_a_leak_spares_the_pages_of_prompts_that_arrive() -> None:
     offer(fetch, 5)
     harness.run()
     assert harness.core.rows.running == 0
-    assert harness.core.memory.try_allocate(2) is not None, "a leak: nobody knows these pages"
+    assert harness.core.memory.try_allocate(2) is not None, "a leak: no table has these pages"
     MemoryChecks(harness.core).check()
     assert harness.core.memory.leaked_pages == 2
     harness.audit()

@@ -123,7 +123,7 @@ async def test_subjects_that_ask_at_different_decode_groups_are_evidence_togethe
     await fleet.have_reported(groups=1, tags=2)
     await fleet.have_reported(groups=3, tags=1)
     assert fleet.subjects() == 2
-    # With two of three subjects, the prompt is nobody else's.
+    # Two of three subjects are too few, so the prompt stays private.
     assert await fleet.ask("carol", 0) == 0
     await until(lambda: fleet.subjects() == SUBJECTS)
     for pipeline in fleet.pipelines:
