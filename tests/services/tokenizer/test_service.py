@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ NAME = "pando.v1.Tokenizer"
 SCHEDULER = "pando.v1.Scheduler"
 MODEL = "smollm2-135m-instruct"
 TIMEOUT_S = 60.0
+ENCODING_THREADS = 2
 
 
 class Pipeline:
@@ -42,7 +44,7 @@ class Pipeline:
         self.scheduler_address = f"unix:{folder / 'scheduler.sock'}"
         self.scheduler = FakeScheduler()  # type: ignore[abstract]  # the generated base answers what it doesn't
         self._model = model
-        self._executor = ThreadPoolExecutor(2)
+        self.executor = ThreadPoolExecutor(ENCODING_THREADS)
         self._tasks: list[asyncio.Task[None]] = []
         self._scheduler_server: RpcServer | None = None
         self._scheduler_channel = open_channel(self.scheduler_address)
@@ -53,7 +55,7 @@ class Pipeline:
     async def start(self) -> None:
         settings = Settings(model=ModelSettings(reference=MODEL), tokenizer=TokenizerSettings(address=self.address))
         self.link = SchedulerLink(self._scheduler_channel)
-        self.relay, service = build(settings, self._model, self.link, self._executor, NoImages())
+        self.relay, service = build(settings, self._model, self.link, self.executor, NoImages())
         self._server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
         await self._server.start()
         self._tasks = [
@@ -86,7 +88,7 @@ class Pipeline:
         await self._server.stop(grace_s=0)
         await self.stop_scheduler()
         await self._scheduler_channel.close()
-        self._executor.shutdown()
+        self.executor.shutdown()
 
     async def gateway(self) -> Gateway:
         call = self.stub.Submit()
@@ -326,22 +328,20 @@ async def test_the_tokenizer_serves_only_while_the_scheduler_does(pipeline: Pipe
 
 async def test_encoding_leaves_the_event_loop_free(pipeline: Pipeline) -> None:
     gateway = await pipeline.gateway()
-    gaps: list[float] = []
-
-    async def watch() -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            before = loop.time()
-            await asyncio.sleep(0.001)
-            gaps.append(loop.time() - before)
-
-    watcher = asyncio.create_task(watch())
-    await gateway.submit(*(generate(f"r{number}", text="lorem ipsum 漢 " * 4000) for number in range(16)))
-    answered = 0
+    released = threading.Event()
+    for _ in range(ENCODING_THREADS):
+        pipeline.executor.submit(released.wait, TIMEOUT_S)
+    try:
+        await gateway.submit(*(generate(f"r{number}", text="lorem ipsum 漢 " * 4000) for number in range(16)))
+        first = asyncio.create_task(gateway.admissions())
+        waited, _ = await asyncio.wait([first], timeout=0.5)
+        assert not waited, "prompts were encoded outside the threads, which are all taken"
+        assert await pipeline.serves()
+    finally:
+        released.set()
+    answered = len(await first)
     while answered < 16:
         answered += len(await gateway.admissions())
-    watcher.cancel()
-    assert len(gaps) > 10, "the loop turned while sixteen long prompts were being encoded"
 
 
 async def test_texts_can_be_encoded_and_decoded_over_rpc(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
