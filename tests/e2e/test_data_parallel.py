@@ -14,7 +14,10 @@ from common.settings.scheduler import DataParallelSettings
 from deploy.supervisor.layout import PlannedGroup, Replicas, free_port
 from tests.e2e.byte_models import save_byte_model
 from tests.e2e.conftest import serve
-from tests.e2e.test_layouts import Arrangement, Judge, Load, served_as, state_of
+from tests.layouts.arrangements import Arrangement, served_as
+from tests.layouts.judgement import Judge
+from tests.layouts.kills import state_of
+from tests.layouts.load import Load
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
