@@ -517,6 +517,7 @@ class SchedulerCore:
         self.milestones.note_end(sequence, finish, max(known - sequence.prompt_tokens, 0))
         if row is None:
             self.queue.remove(sequence)
+            self._billing.give_up(sequence)
             self.memory.leave_queue(sequence)
         else:
             if sequence.session is not None:

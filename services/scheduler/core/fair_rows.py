@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import ClassQueues
+    from services.scheduler.core.reservations import Reservations
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import Billing, VirtualCounters
@@ -35,6 +36,12 @@ class RowPreemption(Protocol):
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         """Return the row to retract when running rows need pages."""
 
+    def reserved_victims(self, sequence: Sequence | None = None) -> list[Sequence]:
+        """Return the waiting sequences that hold pages in the order in which they give them up.
+
+        They do so for running rows, or for a waiting `sequence` that memory does not suffice for.
+        """
+
     def note_refusal(self, sequence: Sequence) -> None:
         """Record that memory did not suffice to admit a sequence."""
 
@@ -54,6 +61,9 @@ class FairRows:
     preempted in cycles: after a preemption a tenant still has its share and takes nothing back, and each preemption
     comes after at least `QUANTUM_TOKENS` generated tokens.
 
+    Of pages, waiting sequences have shares, too, that hold some for prompts from other groups. They give them up before
+    rows do, and without a quantum, as nothing is computed again.
+
     With a single subject no row is preempted, and pages are taken from the lowest priority, then the youngest sequence,
     as under other policies. Priorities have no meaning between subjects.
     """
@@ -63,6 +73,7 @@ class FairRows:
         rows: RowSlots,
         queue: ClassQueues,
         memory: KvMemory,
+        reservations: Reservations,
         billing: Billing,
         counters: VirtualCounters,
     ) -> None:
@@ -71,6 +82,7 @@ class FairRows:
         self._rows = rows
         self._queue = queue
         self._memory = memory
+        self._reservations = reservations
         self._billing = billing
         self._counters = counters
         self._next_look = 0
@@ -81,7 +93,12 @@ class FairRows:
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         """Return the youngest row of the subject with most pages for its weight, within the tenant ranked likewise."""
         rows = list(candidates)
-        return min(rows, key=self._order_of(rows, self._pages_of))
+        return min(rows, key=self._order_of([*rows, *self._reservations.holders], self._pages_of))
+
+    def reserved_victims(self, sequence: Sequence | None = None) -> list[Sequence]:
+        """Return those of the subject with most pages for its weight first; none for a waiting one: see `make_room`."""
+        holders = self._reservations.holders if sequence is None else []
+        return sorted(holders, key=self._order_of([*self._rows.occupants(), *holders], self._pages_of))
 
     def note_refusal(self, sequence: Sequence) -> None:
         self._lacks_memory = True
@@ -106,11 +123,15 @@ class FairRows:
         self._billing.settle()
         waiting = in_flight()
         candidates = self._queue.candidates(self._memory.match)
-        first = next((sequence for sequence in candidates if not waiting.is_awaited(sequence)), None)
+        ready = (sequence for sequence in candidates if not sequence.awaits_arrival)
+        first = next((sequence for sequence in ready if not waiting.is_awaited(sequence)), None)
         if first is None:
             return None
         victims = self._victims(first, lacks_rows=lacks_rows)
         for victim in victims:
+            if victim.row is None:
+                self._reservations.take([victim])
+                continue
             victim.preemptions += 1
             self.count += 1
             retract(victim)
@@ -140,9 +161,11 @@ class FairRows:
         """
         amount = _one if lacks_rows else self._pages_of
         rows = self._rows.occupants()
+        if not lacks_rows:
+            rows += self._reservations.holders
         victims: list[Sequence] = []
         pages = 0
-        while not (victims and self._missing_pages(first, len(rows)) <= pages):
+        while not (victims and self._missing_pages(first, sum(each.row is not None for each in rows)) <= pages):
             victim = self._next_victim(first, rows, amount, is_of_rows=lacks_rows)
             if victim is None:
                 return []
@@ -183,8 +206,10 @@ class FairRows:
     def _first_after_quantum(
         self, givers: list[Sequence], rows: list[Sequence], amount: Callable[[Sequence], int]
     ) -> Sequence | None:
-        ready = [row for row in givers if self._generated(row) >= QUANTUM_TOKENS]
-        return min(ready, key=self._order_of(rows, amount), default=None)
+        order = self._order_of(rows, amount)
+        reserved = [each for each in givers if each.remote is not None and each.remote.can_leave_device]
+        ready = [row for row in givers if row.row is not None and self._generated(row) >= QUANTUM_TOKENS]
+        return min(reserved or ready, key=order, default=None)
 
     def _order_of(
         self, rows: list[Sequence], amount: Callable[[Sequence], int]
@@ -228,8 +253,10 @@ class FairRows:
         return int(self._rows.length[sequence.row]) - len(sequence.token_ids)
 
     def _pages_of(self, sequence: Sequence) -> int:
-        assert sequence.row is not None, "it runs"
-        return int(self._rows.page_count[sequence.row])
+        if sequence.row is not None:
+            return int(self._rows.page_count[sequence.row])
+        assert sequence.remote is not None, "it runs, or its prompt comes from another group"
+        return sequence.remote.held_pages
 
     def _missing_pages(self, sequence: Sequence, running: int) -> int:
         """Return the number of pages a waiting sequence lacks beside `running` rows, which keep one spare page each."""

@@ -10,6 +10,7 @@ from common.types import CacheMode
 from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.cache.tiers.peer_reads import PromptUse
 from services.scheduler.cache.tiers.storage_reads import reads_of
+from services.scheduler.core.sequence import Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,8 @@ class LoadBack:
         self._started_at: dict[TransferId, float] = {}
         self._skipped_lookups = 0
         self._skipped_peers = 0
+        # Sequences whose prompts other groups compute, by handle.
+        self._remote: dict[int, Sequence] = {}
 
     @property
     def is_loading(self) -> bool:
@@ -126,10 +129,19 @@ class LoadBack:
         # Not what has been generated before a resume, which is no evidence.
         prompt = sequence.key_of(request.token_ids)
         sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, self._place_for(sequence, prompt))
+        if sequence.remote is not None:
+            self._remote[sequence.handle] = sequence
+            sequence.waits_for = Wait.LOAD
         return sequence.remote
+
+    @property
+    def reserved(self) -> list[Sequence]:
+        """Waiting sequences that have device pages for their prompts, which other groups compute."""
+        return [each for each in self._remote.values() if each.remote is not None and each.remote.holds_place]
 
     def end_prefetch(self, sequence: Sequence) -> None:
         """Stop looking in storage or at a peer for a sequence that has started or ended."""
+        self._remote.pop(sequence.handle, None)
         if sequence.remote is not None:
             self.host.peers.give_up(sequence.remote)
         if sequence.fetch is not None:
@@ -142,7 +154,7 @@ class LoadBack:
         """Return whether a waiting sequence's prefix may be loaded before it starts."""
         if sequence.request.options.cache_mode is CacheMode.NONE or sequence.loads >= MAX_LOADS:
             return False
-        if sequence.fetch is not None or (sequence.remote is not None and not sequence.remote.is_done):
+        if sequence.fetch is not None or sequence.awaits_arrival:
             return True
         return self.host.find(sequence.request.view, sequence.cacheable_ids).host_tokens > 0
 
@@ -160,7 +172,7 @@ class LoadBack:
         if sequence.awaited_load is not None and self.host.ledger.get(sequence.awaited_load) is not None:
             return True
         sequence.awaited_load = None
-        if sequence.remote is not None and not sequence.remote.is_done:
+        if sequence.awaits_arrival:
             return True
         storage, fetch = self.host.storage, sequence.fetch
         if storage is not None and fetch is not None and storage.is_awaited(fetch, now):
@@ -189,12 +201,9 @@ class LoadBack:
         self._start(transfer, now)
         return True
 
-    def take_transfers(self, now: float, spare_pages: int) -> tuple[Transfer, ...]:
-        """Return the transfers of the next plan: started loads, then backups and others that are due.
-
-        Pages of peers arrive on the device where that leaves `spare_pages` for running rows.
-        """
-        for transfer in (*self.host.plan_backups(), *self.host.peers.plan(spare_pages), *self.host.plan_storage(now)):
+    def take_transfers(self, now: float) -> tuple[Transfer, ...]:
+        """Return the transfers of the next plan: started loads, then backups and others that are due."""
+        for transfer in (*self.host.plan_backups(), *self.host.peers.plan(), *self.host.plan_storage(now)):
             self._start(transfer, now)
         started, self._started = tuple(self._started), []
         return started

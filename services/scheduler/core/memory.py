@@ -223,10 +223,6 @@ class KvMemory:
             self.windows.pool.pair(pages)
         return pages
 
-    def yield_arrivals(self) -> bool:
-        """Release pages that wait for the rest of a prompt from another group; return false if there are none now."""
-        return self.loads is not None and self.loads.host.peers.yield_device_pages()
-
     def window_pages_of(self, pages: PageIds) -> PageIds:
         """Return the window pages of a row's new pages; empty without a sliding-window pool."""
         return NO_PAGES if self.windows is None else self.windows.pool.window_pages_of(pages)

@@ -17,6 +17,7 @@ from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from services.scheduler.core.milestones import MilestoneKind, Milestones
 from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.reservations import Reservations
 from services.scheduler.core.row_changes import Granting
 from services.scheduler.core.sequence import SequencePhase, Wait
 from services.scheduler.core.step_limits import StepLimits
@@ -73,11 +74,12 @@ class Planner:
         self.milestones = Milestones()
         self._config = config
         self.limits = StepLimits(config.max_step_tokens, config.max_rows, config.least_step_tokens)
+        self._reservations = Reservations(rows, queue, memory, billing)
         self.preemption: RowPreemption
         if billing.counters is None:
-            self.preemption = Preemption(rows, queue, memory, config.max_preemptions)
+            self.preemption = Preemption(rows, queue, memory, self._reservations, config.max_preemptions)
         else:
-            self.preemption = FairRows(rows, queue, memory, billing, billing.counters)
+            self.preemption = FairRows(rows, queue, memory, self._reservations, billing, billing.counters)
         self._rows = rows
         self._queue = queue
         self._memory = memory
@@ -144,6 +146,8 @@ class Planner:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         self._encode_ahead(first)
         opens = self._admit(first, budget, now, prefills, grants)
+        if self._may_admit:
+            self._reservations.grant(self._candidates(None), self._refused, self._free_slots)
         if not (len(decoding) or prefills):
             if self._unstick(prefilling, now):
                 return None, True
@@ -172,7 +176,7 @@ class Planner:
             grants=grants.grants(),
             prefills=tuple(prefills),
             steps=steps,
-            transfers=loads.take_transfers(now, self._rows.running) if loads is not None else (),
+            transfers=loads.take_transfers(now) if loads is not None else (),
             jumps=self._rows.jumps(),
             saves=states.take_saves() if states is not None else (),
             adapters=self._tenancy.adapters.take_loads(),
@@ -271,7 +275,7 @@ class Planner:
             live = self._rows.live(micro_batch)
             if self._try_advance(live, 1, grants):
                 return live, grants
-            if self._memory.yield_arrivals():
+            if self._reservations.take(self.preemption.reserved_victims()):
                 continue
             if self._rows.running > 1 or not self.yield_pin():
                 self._retract(self.preemption.victim(self._rows.occupants()))
@@ -426,7 +430,7 @@ class Planner:
                 sequence.waits_for = awaited
                 held_back += 1
                 continue
-            lock = self._memory.try_admit(sequence, spare_pages=self._rows.running)
+            lock = self._try_admit(sequence)
             if lock is None:
                 sequence.waits_for = Wait.MEMORY
                 self._refused = sequence
@@ -436,6 +440,13 @@ class Planner:
             in_flight.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
+
+    def _try_admit(self, sequence: Sequence) -> PrefixLock | None:
+        """Lock a sequence's cached prefix if there are pages for the rest, also reserved ones that others give up."""
+        while True:
+            lock = self._memory.try_admit(sequence, spare_pages=self._rows.running)
+            if lock is not None or not self._reservations.take(self.preemption.reserved_victims(sequence)):
+                return lock
 
     @property
     def _may_admit(self) -> bool:
@@ -487,10 +498,12 @@ class Planner:
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.cached_tokens is None:
-            found = min(lock.matched_tokens, sequence.prompt_tokens)
-            sequence.cached_tokens = found if sequence.remote is None else min(found, sequence.remote.cached_tokens)
+            found_tokens = lock.matched_tokens
+            if sequence.remote is not None:
+                found_tokens = min(found_tokens, sequence.remote.cached_tokens)
+            sequence.cached_tokens = min(found_tokens, sequence.prompt_tokens)
             sequence.cached = cached_parts(sequence, lock, sequence.cached_tokens)
-            self._billing.start(sequence, lock.matched_tokens)
+            self._billing.start(sequence, found_tokens)
         request, adapter = sequence.request, sequence.adapter
         stop = request.options.stop
         stop_ids = stop.stop_token_ids
@@ -530,7 +543,7 @@ class Planner:
         """
         stuck = [sequence for sequence in prefilling if self._lacks_pages(sequence)]
         is_empty = self._refused is not None and not self._rows.running
-        if (stuck or is_empty) and self._memory.yield_arrivals():
+        if (stuck or is_empty) and self._reservations.take(self.preemption.reserved_victims()):
             return True
         if len(stuck) > 1:
             self._retract(self.preemption.victim(stuck))

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import ClassQueues
+    from services.scheduler.core.reservations import Reservations
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
@@ -22,12 +23,15 @@ class Preemption:
     preempted sequence continues later with the same tokens.
     """
 
-    def __init__(self, rows: RowSlots, queue: ClassQueues, memory: KvMemory, limit: int) -> None:
+    def __init__(
+        self, rows: RowSlots, queue: ClassQueues, memory: KvMemory, reservations: Reservations, limit: int
+    ) -> None:
         """Read state that the core owns; a `limit` of 0 disables preemption."""
         self.count = 0
         self._rows = rows
         self._queue = queue
         self._memory = memory
+        self._reservations = reservations
         self._limit = limit
         # Handle of the sequence that did not fit as expected: the pages it matched in the cache were not evictable.
         self._misjudged: int | None = None
@@ -35,6 +39,14 @@ class Preemption:
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         """Return the youngest row of the lowest priority."""
         return min(candidates, key=lambda sequence: (sequence.request.options.priority, -sequence.handle))
+
+    def reserved_victims(self, sequence: Sequence | None = None) -> list[Sequence]:
+        """Return those that would start last first; for a waiting sequence, those that would start after it."""
+        holders = self._reservations.holders
+        if sequence is None or not holders:
+            return self._queue.ordered(holders, self._memory.match)[::-1]
+        order = self._queue.ordered([*holders, sequence], self._memory.match)
+        return order[: order.index(sequence) : -1]
 
     def note_refusal(self, sequence: Sequence) -> None:
         """Record that memory did not suffice to admit a sequence."""
@@ -54,12 +66,19 @@ class Preemption:
         ]
         if not movable:
             return
-        first = next(iter(self._queue.candidates(self._memory.match)), None)
+        candidates = self._queue.candidates(self._memory.match)
+        first = next((sequence for sequence in candidates if not sequence.awaits_arrival), None)
         if first is None or in_flight().is_awaited(first):
             return
         lower = [sequence for sequence in movable if sequence.request.options.priority < first.request.options.priority]
         lower.sort(key=lambda sequence: (sequence.request.options.priority, -sequence.handle))
-        if not lower or not self._can_suffice(first, lower):
+        if not lower:
+            return
+        # Nothing has to be computed again for these.
+        while self._missing_pages(first, self._rows.running) > 0:
+            if not self._reservations.take(self.reserved_victims(first)):
+                break
+        if not self._can_suffice(first, lower):
             return
         for victim in lower:
             if self._fits(first):

@@ -160,11 +160,32 @@ class WaitingQueue:
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield the sequences that may start, best first. The caller may remove the sequence just yielded."""
+        return self._offer(self._lines, self._retracted, self._arrived, match)
+
+    def ordered(self, sequences: Iterable[Sequence], match: Callable[[Sequence], int]) -> list[Sequence]:
+        """Return some of the waiting sequences in the order in which they would start, those last that may not yet."""
+        some = sorted(sequences, key=lambda each: (each.handle not in self._retracted, each.handle))
+        lines: dict[str, dict[str, WaitingLine]] = {}
+        for each in some:
+            subject = each.request.view.subject
+            lines.setdefault(subject.tenant, {}).setdefault(subject.name, {})[each.handle] = each
+        retracted = OrderedDict((each.handle, each) for each in some if each.handle in self._retracted)
+        arrived = OrderedDict((each.handle, each) for each in some if each.handle not in self._retracted)
+        order = list(self._offer(lines, retracted, arrived, match))
+        return order + [each for each in some if not each.may_start]
+
+    def _offer(
+        self,
+        lines: dict[str, dict[str, WaitingLine]],
+        retracted: OrderedDict[int, Sequence],
+        arrived: OrderedDict[int, Sequence],
+        match: Callable[[Sequence], int],
+    ) -> Iterator[Sequence]:
         if not self._retracted_first:
-            yield from self._policy.order(_Waiting(self._lines, (self._retracted, self._arrived)), match)
+            yield from self._policy.order(_Waiting(lines, (retracted, arrived)), match)
             return
-        yield from [sequence for sequence in self._retracted.values() if sequence.may_start]
-        yield from self._policy.order(_Waiting(self._lines, (self._arrived,)), match)
+        yield from [sequence for sequence in retracted.values() if sequence.may_start]
+        yield from self._policy.order(_Waiting(lines, (arrived,)), match)
 
     def _enter(self, sequence: Sequence) -> None:
         subject = sequence.request.view.subject
@@ -243,6 +264,14 @@ class ClassQueues:
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield the sequences that may start, best first. The caller may remove the sequence just yielded."""
         return self.served.candidates(match)
+
+    def ordered(self, sequences: Iterable[Sequence], match: Callable[[Sequence], int]) -> list[Sequence]:
+        """Return some of the waiting sequences in the order in which they would start, those of batches last."""
+        interactive: list[Sequence] = []
+        batches: list[Sequence] = []
+        for sequence in sequences:
+            (batches if sequence.is_batch else interactive).append(sequence)
+        return self._interactive.ordered(interactive, match) + self._batches.ordered(batches, match)
 
     def check_room(self, request: ScheduleRequest, most: int, limits: Limits) -> None:
         """Check that the queue of the request's class, of `most` places, has room for its choices.

@@ -105,6 +105,8 @@ class Sequence:
     was_committed: bool = False
     # Tokens that its subject's charges account for: its known ids at the first start, and output since.
     charged_tokens: int = 0
+    # Tokens of its prompt that were charged before it started, when device pages were reserved for them.
+    charged_ahead: int = 0
     # The load from the host that it waits for, and the number of loads it has waited for since it last had a row.
     awaited_load: TransferId | None = None
     loads: int = 0
@@ -185,10 +187,19 @@ class Sequence:
 
     @property
     def may_start(self) -> bool:
-        """Whether its grammar is compiled and its leader's prefill, if any, is done or can no longer be shared."""
-        if self.awaits_grammar:
+        """Whether it may have a row or device pages now.
+
+        Its grammar is compiled, its leader's prefill, if any, is done or can no longer be shared, and it does not wait
+        for pages of another group that have not been offered yet, or that arrive on the host.
+        """
+        if self.awaits_grammar or (self.remote is not None and self.remote.comes_outside):
             return False
         return self.leader is None or self.leader.is_prefilled or self.leader.phase is SequencePhase.FINISHED
+
+    @property
+    def awaits_arrival(self) -> bool:
+        """Whether it waits for pages that another group computes."""
+        return self.remote is not None and not self.remote.is_done
 
 
 def initial_ids(request: ScheduleRequest) -> TokenIds:

@@ -271,6 +271,8 @@ class VirtualCounters:
 class Billing:
     """Charges prompts at their start, for tokens not cached in their own view, and output as it is generated.
 
+    Prompts that another group computes are charged when device pages are reserved for them.
+
     Images are charged when they are encoded, too: a token for each of their embeddings. A retraction charges nothing
     again, and a choice that ends before its prompt is computed is refunded the rest. Without counters every call is a
     no-op.
@@ -284,13 +286,29 @@ class Billing:
         self.counters = counters
         self._batch_counters = batch_counters
 
+    def reserve(self, sequence: Sequence, tokens: int) -> None:
+        """Charge a part of a waiting sequence's prompt for which device pages are reserved."""
+        counters = self._counters_of(sequence)
+        if counters is not None:
+            sequence.charged_ahead += tokens
+            counters.charge(sequence.request.view.subject, prompt_tokens=tokens)
+
     def start(self, sequence: Sequence, cached_tokens: int) -> None:
-        """Charge the uncached prompt of a sequence that gets its first row."""
+        """Charge the uncached prompt of a sequence that gets its first row, also what another group has computed."""
         counters = self._counters_of(sequence)
         if counters is not None:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
-            counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
+            counters.charge(sequence.request.view.subject, prompt_tokens=uncached - sequence.charged_ahead)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Refund a sequence that ends without a row what was charged ahead and has not arrived."""
+        counters, remote = self._counters_of(sequence), sequence.remote
+        if counters is None or remote is None or sequence.started_at is not None:
+            return
+        missing = sequence.charged_ahead - remote.arrived_tokens
+        if missing > 0:
+            counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
 
     def encode(self, sequence: Sequence, embeddings: int) -> None:
         """Charge images that are encoded for a sequence, in addition to their tokens."""

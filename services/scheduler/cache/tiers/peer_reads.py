@@ -121,12 +121,52 @@ class PeerFetch:
         return self.is_complete and not self.is_transferring and self.requested >= min(len(self.offered), self.end)
 
     @property
+    def is_due(self) -> bool:
+        """Whether offered pages can be requested now."""
+        return not self.is_transferring and self.requested < min(len(self.offered), self.end)
+
+    @property
+    def holds_place(self) -> bool:
+        """Whether it has pages of the device for what has not arrived yet."""
+        return self.place is not None and self.place.is_open
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of the device that it has, those of what the view had before included."""
+        return 0 if self.place is None else len(self.place.table)
+
+    @property
+    def can_leave_device(self) -> bool:
+        """Whether it has pages of the device, and none of them is in transfer."""
+        return self.holds_place and not self.is_transferring
+
+    @property
+    def wants_place(self) -> bool:
+        """Whether it could have pages of the device now, as its first ones have been offered."""
+        return self.is_due and self.place is not None and not self.place.is_open
+
+    @property
+    def comes_outside(self) -> bool:
+        """Whether pages are awaited that neither have a place on the device nor could have one now."""
+        return not (self.is_done or self.holds_place or self.wants_place)
+
+    @property
+    def pages_to_come(self) -> int:
+        """Pages that have not arrived."""
+        return self.end - self.position
+
+    @property
     def cached_tokens(self) -> int:
         """Most tokens that count as cached of those that the view has: what this group or the peer had before."""
         if not self.has_read:
             # Whatever the view has, it has from here, also if storage has brought it since the fetch was stopped.
             return self.key.pages * self.page_size
         return max(self.first * self.page_size, self.found_tokens)
+
+    @property
+    def arrived_tokens(self) -> int:
+        """Tokens of the pages that have arrived."""
+        return (self.position - self.first) * self.page_size
 
     @property
     def missing_tokens(self) -> int:
@@ -148,6 +188,16 @@ class PeerFetch:
         self.transfer_s += now - started_at
         self.arrived_at = now
 
+    def leave_device(self) -> None:
+        """Release the device pages, none of which may be in transfer.
+
+        What has arrived remains in the cache, where it can be evicted, and the rest is read to the host, if it can be
+        attached there.
+        """
+        if self.place is not None:
+            self.place.close()
+            self.place = None
+
     def stop(self) -> None:
         """Request nothing more; a transfer in progress continues."""
         self.is_cut = self.is_cut or self.position < self.end
@@ -158,8 +208,8 @@ class PeerFetch:
 class PeerReads:
     """Reads pages of peers, which become private to the view that asked for them.
 
-    They arrive on the device, where a request starts with them at once, if there is room for all of them when the first
-    ones are offered, and until running rows need that room; else in new nodes on the host. They are evidence, and
+    They arrive on the device, where a request starts with them at once, if its owner opens a place for them when the
+    first ones are offered, and until it takes that back; else in new nodes on the host. They are evidence, and
     belong to a session, as if they had been computed here. Storage is looked up at the same time; pages that it had are
     not requested from the peer.
     """
@@ -192,7 +242,12 @@ class PeerReads:
     @property
     def has_work(self) -> bool:
         """Whether there are offered pages to request."""
-        return any(_is_due(fetch) for fetch in self._fetches)
+        return any(fetch.is_due for fetch in self._fetches)
+
+    @property
+    def wants_places(self) -> bool:
+        """Whether pages have been offered that could arrive on the device."""
+        return any(fetch.wants_place for fetch in self._fetches)
 
     def begin(
         self, viewer: Account, token_ids: TokenIds, min_tokens: int, use: PromptUse, place: ArrivalPlace | None = None
@@ -218,14 +273,15 @@ class PeerReads:
         fetch.stop()
         self._forget_if_done(fetch)
 
-    def plan(self, spare_pages: int) -> Iterable[Transfer]:
-        """Start the transfers that are due, one at a time for each request.
+    def open_place(self, fetch: PeerFetch, spare_pages: int) -> bool:
+        """Let pages arrive on the device, if that leaves `spare_pages` pages there; return whether they will."""
+        return fetch.place is not None and fetch.place.open(fetch.position, fetch.end, spare_pages)
 
-        Those to the device leave `spare_pages` pages there.
-        """
+    def plan(self) -> Iterable[Transfer]:
+        """Start the transfers that are due, one at a time for each request: on the host unless its place is open."""
         for fetch in list(self._fetches):
-            if _is_due(fetch):
-                transfer = self._ask(fetch, spare_pages)
+            if fetch.is_due:
+                transfer = self._ask(fetch)
                 if transfer is not None:
                     yield transfer
             self._forget_if_done(fetch)
@@ -253,7 +309,7 @@ class PeerReads:
         if kept < opened.transfer.pages:
             fetch.stop()
         if fetch.leaves_device:
-            _leave_device(fetch)
+            fetch.leave_device()
         self._skip_present(fetch)
         self._forget_if_done(fetch)
         return kept
@@ -264,25 +320,10 @@ class PeerReads:
             self._skip_present(fetch)
             self._forget_if_done(fetch)
 
-    def yield_device_pages(self) -> bool:
-        """Release the device pages of the newest prompt that arrives there; return false if none could be released.
-
-        What has arrived remains in the cache, where it can be evicted, and the rest is read to the host, if it can be
-        attached there. Pages that are being written cannot be released before they have arrived.
-        """
-        on_device = [fetch for fetch in self._fetches if fetch.place is not None and fetch.place.is_open]
-        for fetch in reversed(on_device):
-            if not fetch.is_transferring:
-                _leave_device(fetch)
-                return True
-        if on_device and not any(fetch.leaves_device for fetch in on_device):
-            on_device[-1].leaves_device = True
-        return False
-
     def leave_device(self) -> None:
         """Stop reading to the device; no transfer is open."""
         for fetch in list(self._fetches):
-            if fetch.place is not None and fetch.place.is_open:
+            if fetch.holds_place:
                 fetch.stop()
                 self._forget_if_done(fetch)
 
@@ -312,7 +353,7 @@ class PeerReads:
                 fetch.place.close()
 
     def _skip_present(self, fetch: PeerFetch) -> None:
-        if fetch.place is not None and fetch.place.is_open:
+        if fetch.holds_place:
             return
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
         present = tree.match(tree.root, viewer, fetch.key, 0, fetch.end, Reach.HOST).pages
@@ -327,15 +368,11 @@ class PeerReads:
         if not missing or (missing < fetch.min_tokens and not has_begun):
             fetch.stop()
 
-    def _ask(self, fetch: PeerFetch, spare_pages: int) -> Transfer | None:
+    def _ask(self, fetch: PeerFetch) -> Transfer | None:
         """Request the offered pages; None, and nothing more is requested, if there is no room for them."""
         wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
         peer = PeerPages(fetch.workers, fetch.lease, wanted)
-        if (
-            fetch.place is not None
-            and not fetch.place.is_open
-            and not fetch.place.open(fetch.position, fetch.end, spare_pages)
-        ):
+        if not fetch.holds_place:
             fetch.place = None
         if fetch.place is not None:
             pages = fetch.place.pages(fetch.requested, fetch.requested + len(wanted))
@@ -369,13 +406,3 @@ class PeerReads:
         fetch.requested += transfer.pages
         fetch.is_transferring = True
         return transfer
-
-
-def _leave_device(fetch: PeerFetch) -> None:
-    if fetch.place is not None:
-        fetch.place.close()
-        fetch.place = None
-
-
-def _is_due(fetch: PeerFetch) -> bool:
-    return not fetch.is_transferring and fetch.requested < min(len(fetch.offered), fetch.end)
