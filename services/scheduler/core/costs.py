@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -14,8 +13,9 @@ if TYPE_CHECKING:
 MEMORY = 0.9
 # The same for reads from storage, which are rare while they do not pay: about the last two decide.
 STORAGE_MEMORY = 0.5
-# Reads from other groups that decide.
-PEER_READS = 5
+# Measurements of reads from other groups that decide, and the reads beside each other that are one of them at most.
+PEER_MEASUREMENTS = 5
+PEER_READS_AT_ONCE = 8
 # Weight of the calibration at start-up, in seconds of measured work.
 CALIBRATION_S = 0.2
 # Smaller chunks reflect the fixed cost of a pass rather than prefill.
@@ -63,7 +63,7 @@ class LoadCosts:
         self._latency_s = FIRST_LATENCY_S
         self._storage = _Rate(0.0, STORAGE_MEMORY)
         # Of pages that another group computes, from its workers to the host.
-        self._peer = _MedianRate()
+        self._peer = _LinkRate()
         # Of a read, without the time of the transfer itself.
         self._storage_latency_s = FIRST_LATENCY_S
 
@@ -99,10 +99,12 @@ class LoadCosts:
         """Return the time to compute `tokens` tokens; 0 while that has not been measured."""
         return tokens / self._prefill.value if self._prefill.value else 0.0
 
-    def saw_peer_read(self, tokens: int, seconds: float) -> None:
-        """Record a transfer of `tokens` tokens' pages from another group."""
-        if tokens:
-            self._peer.add(tokens * self._bytes_per_token, seconds)
+    def saw_peer_read(self, tokens: int, seconds: float, *, beside_others: bool = False) -> None:
+        """Record a transfer of `tokens` tokens' pages from another group, while others go on or not.
+
+        `seconds`: the time that has passed since the transfer before it ended, if they were beside each other.
+        """
+        self._peer.add(tokens * self._bytes_per_token, seconds, has_ended=not beside_others)
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Record a pass that prefilled `tokens` tokens."""
@@ -179,19 +181,36 @@ class _Rate:
             self._seconds = self._memory * self._seconds + seconds
 
 
-class _MedianRate:
-    """The median of the latest amounts per second: one that was much slower, such as the first, decides nothing."""
+class _LinkRate:
+    """The highest of the latest measured amounts per second of a link.
+
+    Queues, passes of the GPUs on either side and other traffic make reads slower, never faster, so the highest one is
+    closest to what the link can do (as in BBR: Cardwell et al., ACM Queue 2016). One read without delays thus ends what
+    an overload has left, and it takes several slow ones to begin it. Reads beside each other are one measurement: by
+    themselves, the first would count the others' time, and the last none of its own.
+    """
 
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=PEER_READS)
+        self._rates: deque[float] = deque(maxlen=PEER_MEASUREMENTS)
+        self._amount = self._seconds = 0.0
+        self._reads = 0
 
     @property
     def value(self) -> float:
-        return median(self._rates) if self._rates else 0.0
+        return max(self._rates, default=0.0)
 
-    def add(self, amount: float, seconds: float) -> None:
-        if seconds > 0:
-            self._rates.append(amount / seconds)
+    def add(self, amount: float, seconds: float, *, has_ended: bool) -> None:
+        """Add a read; `has_ended`: no other one is under way."""
+        if amount > 0:
+            self._amount += amount
+            self._seconds += max(seconds, 0.0)
+        self._reads += 1
+        if not has_ended and self._reads < PEER_READS_AT_ONCE:
+            return
+        if self._seconds > 0:
+            self._rates.append(self._amount / self._seconds)
+        self._amount = self._seconds = 0.0
+        self._reads = 0
 
 
 @dataclass(slots=True, eq=False)

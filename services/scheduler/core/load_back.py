@@ -30,8 +30,12 @@ MAX_LOADS = 3
 # rate of storage again; the request does not wait for it.
 MEASURED_ONE_IN = 32
 MEASURED_PAGES = 8
-# The same for prompts that another group could compute; these requests wait for it.
+# The same for prompts that another group could compute; these requests wait for it. One is also left to it if none has
+# been for a while, so that few prompts do not take long to end what an overload has left: at first for so many seconds,
+# and for twice as many each time that it has not paid, up to the second number.
 PEER_MEASURED_ONE_IN = 8
+PEER_MEASURED_S = 5.0
+PEER_MEASURED_MOST_S = 320.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,9 @@ class LoadBack:
         self._started_at: dict[TransferId, float] = {}
         self._skipped_lookups = 0
         self._skipped_peers = 0
+        # When a prompt was last left to another group, and how long after that the next one is, if that does not pay.
+        self._asked_peer_at = 0.0
+        self._peer_pause_s = PEER_MEASURED_S
         # Sequences whose prompts other groups compute, by handle.
         self._remote: dict[int, Sequence] = {}
 
@@ -120,10 +127,8 @@ class LoadBack:
         """
         if sequence.request.options.cache_mode is CacheMode.NONE:
             return None
-        if not self.costs.peer_pays():
-            self._skipped_peers += 1
-            if self._skipped_peers % PEER_MEASURED_ONE_IN:
-                return None
+        if not self._may_ask_peer(sequence.arrived_at):
+            return None
         request, options = sequence.request, sequence.request.options
         use = PromptUse(options.cache_mode is not CacheMode.PRIVATE, options.session)
         # Not what has been generated before a resume, which is no evidence.
@@ -131,8 +136,20 @@ class LoadBack:
         sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, self._place_for(sequence, prompt))
         if sequence.remote is not None:
             self._remote[sequence.handle] = sequence
+            self._asked_peer_at, self._skipped_peers = sequence.arrived_at, 0
             sequence.waits_for = Wait.LOAD
         return sequence.remote
+
+    def _may_ask_peer(self, now: float) -> bool:
+        """Whether a prompt is left to another group: where that pays, and now and then to measure it again."""
+        if self.costs.peer_pays():
+            self._peer_pause_s = PEER_MEASURED_S
+            return True
+        if now - self._asked_peer_at >= self._peer_pause_s:
+            self._peer_pause_s = min(2 * self._peer_pause_s, PEER_MEASURED_MOST_S)
+            return True
+        self._skipped_peers += 1
+        return self._skipped_peers >= PEER_MEASURED_ONE_IN
 
     @property
     def reserved(self) -> list[Sequence]:
@@ -223,7 +240,8 @@ class LoadBack:
             self.loading_tokens -= tokens
             self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
         elif transfer.direction.is_from_peer:
-            self.costs.saw_peer_read(ack.done_pages * self._page_size, ack.duration_us / 1e6)
+            tokens, beside_others = ack.done_pages * self._page_size, self.host.peers.is_reading
+            self.costs.saw_peer_read(tokens, ack.duration_us / 1e6, beside_others=beside_others)
         elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
             tokens = ack.done_pages * self._page_size
             self.costs.saw_storage_read(tokens, transfer.pages, ack.duration_us / 1e6, now - started_at)

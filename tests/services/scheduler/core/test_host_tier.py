@@ -7,8 +7,6 @@ import pytest
 from common.transfers import TransferDirection
 from common.types import RequestId
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
-from services.scheduler.core.costs import PEER_READS
-from services.scheduler.core.load_back import PEER_MEASURED_ONE_IN
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
@@ -169,24 +167,3 @@ def test_write_back_copies_only_pages_about_to_be_evicted() -> None:
         serve(harness, f"other{number}", list(range(400 + 100 * number, 460 + 100 * number)))
     assert harness.cache.host.backed_up_pages > 0
     assert serve(harness, "again", PROMPT) == 20
-
-
-def test_a_peer_that_was_slow_is_asked_again_now_and_then() -> None:
-    harness = make_harness()
-    loads = harness.core.memory.loads
-    assert loads is not None
-    loads.costs.saw_prefill(1000, 0.01)
-    loads.costs.saw_peer_read(1000, 10.0)
-    assert not loads.costs.peer_pays()
-    asked = []
-    for number in range(2 * PEER_MEASURED_ONE_IN):
-        harness.core.submit(make_request(f"{number}", PROMPT, user=f"{number}"), 0.0)
-        sequence = harness.core.leader_of(RequestId(f"{number}"))
-        assert sequence is not None
-        if (fetch := loads.await_peer(sequence, 4)) is not None:
-            asked.append(number)
-            loads.host.peers.give_up(fetch)
-    assert asked == [PEER_MEASURED_ONE_IN - 1, 2 * PEER_MEASURED_ONE_IN - 1]
-    for _ in range(PEER_READS - 1):
-        loads.costs.saw_peer_read(1000, 0.001)
-    assert loads.costs.peer_pays(), "one slow read decides nothing"
