@@ -205,6 +205,9 @@ class AdaptedLinear:
             self.product.add_to(inputs, sums)
         self._adapters.add(self._site, inputs, sums, started)
 
+    def adds_within(self, tokens: int) -> bool:
+        return self.product.adds_within(tokens)
+
 
 class AdaptedGatedLinear:
     """Gate and up product with what adapters add before the activation; see `GatedLinear`."""

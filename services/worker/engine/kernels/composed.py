@@ -88,6 +88,10 @@ class WidenedLinear:
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         sums += self(inputs)
 
+    def adds_within(self, tokens: int) -> bool:
+        del tokens
+        return False
+
 
 class PreparedLinear:
     """The product with a widened matrix of inputs that are changed beforehand: put in order, or quantised."""
@@ -103,6 +107,9 @@ class PreparedLinear:
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         self._product.add_to(self._prepare(inputs), sums)
+
+    def adds_within(self, tokens: int) -> bool:
+        return self._product.adds_within(tokens)
 
 
 def activation_quantiser(matrix: Fp8Matrix | Int8Matrix) -> Quantise:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,6 +136,10 @@ class Linear(Protocol):
         """Add the product [tokens, out] to `sums` in place."""
         ...
 
+    def adds_within(self, tokens: int) -> bool:
+        """Whether `add_to` of so many tokens adds where it multiplies, and not after that."""
+        ...
+
 
 class GatedLinear(Protocol):
     """The first half of a gated feed-forward layer."""
@@ -177,7 +181,43 @@ class Experts(Protocol):
         ...
 
 
-class Kernels(Protocol):
+class Norms(Protocol):
+    """RMS norms of a layer's activations."""
+
+    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return inputs [tokens, hidden] / sqrt(mean of squares + epsilon) * weight, in the inputs' type.
+
+        `weight` is of that type, or float32.
+        """
+        ...
+
+    def add_rms_norm(
+        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add `added` to `sums`, both [tokens, hidden], in place; return `rms_norm` of the sums."""
+        ...
+
+
+@runtime_checkable
+class FollowsNorm(Protocol):
+    """A product that has norms of its own, which prepare their result as its inputs."""
+
+    @property
+    def norms(self) -> Norms:
+        """The norms for what this product takes next, unchanged and whole; the results are those of `Kernels`."""
+        ...
+
+
+@runtime_checkable
+class PrecedesProduct(Protocol):
+    """A gated product that can prepare its result as the inputs of another product."""
+
+    def preceding(self, product: Linear) -> GatedLinear:
+        """Return this product, with results prepared for `product`, which takes them next, unchanged and whole."""
+        ...
+
+
+class Kernels(Norms, Protocol):
     """Everything in a layer but attention.
 
     Matrices of one gated layer, or of all experts, are all quantised in one format, or none is.
@@ -210,19 +250,6 @@ class Kernels(Protocol):
 
         Unless these `are_all`, the id `count` stands for any expert on another rank, and adds nothing to the sum.
         """
-        ...
-
-    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Return inputs [tokens, hidden] / sqrt(mean of squares + epsilon) * weight, in the inputs' type.
-
-        `weight` is of that type, or float32.
-        """
-        ...
-
-    def add_rms_norm(
-        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        """Add `added` to `sums`, both [tokens, hidden], in place; return `rms_norm` of the sums."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from services.worker.engine.kernels.even import evenly
+from services.worker.engine.kernels.interface import PrecedesProduct
 from services.worker.engine.model.config import RouterScores
 
 if TYPE_CHECKING:
@@ -31,13 +32,17 @@ class FeedForward(Protocol):
         """Add that to `sums` [tokens, hidden] in place."""
         ...
 
+    def adds_within(self, tokens: int) -> bool:
+        """Whether `add_to` of so many tokens adds where it multiplies, and not after that."""
+        ...
+
 
 class DenseFeedForward:
     """down(activation(gate) * up)."""
 
     def __init__(self, gate_up: GatedLinear, down: Linear) -> None:
         """Join the two products."""
-        self.gate_up = gate_up
+        self.gate_up = gate_up.preceding(down) if isinstance(gate_up, PrecedesProduct) else gate_up
         self.down = down
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,6 +50,9 @@ class DenseFeedForward:
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         self.down.add_to(self.gate_up(inputs), sums)
+
+    def adds_within(self, tokens: int) -> bool:
+        return self.down.adds_within(tokens)
 
 
 class Router:
@@ -155,6 +163,10 @@ class MoeFeedForward:
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add it to `sums`."""
         sums += self(inputs)
+
+    def adds_within(self, tokens: int) -> bool:
+        del tokens
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from services.worker.engine.kernels.even import evenly
+from services.worker.engine.kernels.interface import FollowsNorm
+from services.worker.engine.model.feed_forward import DenseFeedForward
 from services.worker.engine.model.recurrent import GatedDeltaNet, LayerStates
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         KvLayer,
         KvLayout,
         Linear,
+        Norms,
         QkNorm,
     )
     from services.worker.engine.model.batch import ForwardBatch
@@ -145,6 +148,33 @@ class TransformerWeights:
     """With experts that groups share, the exchange of tokens with their ranks."""
 
 
+class _Norm(NamedTuple):
+    """The norm of the residual stream before a product."""
+
+    weight: torch.Tensor | None  # [hidden]
+    """None: the residual stream is taken as it is."""
+    norms: Norms
+    epsilon: float
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden` [tokens, hidden], normalised."""
+        return hidden if self.weight is None else self.norms.rms_norm(hidden, self.weight, self.epsilon)
+
+    def of_sum(self, hidden: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """Add `added` to `hidden`, both [tokens, hidden], in place; return the sums, normalised."""
+        if self.weight is None:
+            return hidden.add_(added)
+        return self.norms.add_rms_norm(hidden, added, self.weight, self.epsilon)
+
+
+class _LayerNorms(NamedTuple):
+    """The norms within a layer and after it."""
+
+    feed_forward: _Norm
+    following: _Norm
+    """The next layer's, or the final one."""
+
+
 class _Change(NamedTuple):
     """The norm and the scale of a part's output before it joins the residual stream."""
 
@@ -194,6 +224,15 @@ class Transformer:
         # What the next products apply to.
         self._slots: torch.Tensor | None = None
         self._angles = angles
+        self._no_norm = self._norm_before(None, None)
+        inputs = [self._norm_before(layer.input_norm, layer.qkv) for layer in weights.layers]
+        self._first_norm = inputs[0]
+        self._norms = [
+            _LayerNorms(self._norm_before(layer.feed_forward_norm, _first_product(layer.feed_forward)), following)
+            for layer, following in zip(
+                weights.layers, (*inputs[1:], self._norm_before(weights.output_norm, None)), strict=True
+            )
+        ]
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -252,29 +291,28 @@ class Transformer:
             numbers = torch.arange(len(hidden), device=hidden.device)
             batch = replace(batch, angles=self._angles(batch.coordinates), positions=numbers)
         layers = self._weights.layers
-        # The norm that follows each layer: the next one's, or the final one.
-        following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
         # Sliding-window layers may have pages of their own; they share one object, since kernels plan once per object.
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
-        *inner, last = zip(layers, self._attention, self._memories(pool), views, following, strict=True)
+        *inner, last = zip(layers, self._attention, self._memories(pool), views, self._norms, strict=True)
         deep = () if batch.images is None else batch.images.deep
         if self._weights.joined is not None and batch.adapters is None and batch.angles is None and not deep:
             normed = self._weights.joined(hidden, batch, pool)
         else:
-            normed = self._normed(hidden, layers[0].input_norm)
-            for i, (layer, attention, memory, view, next_norm) in enumerate(inner):
+            normed = self._first_norm.of(hidden)
+            for i, (layer, attention, memory, view, norms) in enumerate(inner):
                 if batch.checkpoint is not None:
                     batch.checkpoint()
                 attended = self._mix(layer, attention, memory, normed, view)
                 if i < len(deep) and batch.images is not None:
-                    self._finish_layer(layer, hidden, attended, None)
-                    normed = self._normed(hidden.index_add_(0, batch.images.places, deep[i]), next_norm)
+                    self._finish_layer(layer, hidden, attended, norms._replace(following=self._no_norm))
+                    normed = norms.following.of(hidden.index_add_(0, batch.images.places, deep[i]))
                 else:
-                    normed = self._finish_layer(layer, hidden, attended, next_norm)
-        layer, attention, memory, view, next_norm = last
+                    normed = self._finish_layer(layer, hidden, attended, norms)
+        layer, attention, memory, view, norms = last
         if not self._group.links.is_last:
-            self._finish_layer(layer, hidden, self._mix(layer, attention, memory, normed, view), None)
+            attended = self._mix(layer, attention, memory, normed, view)
+            self._finish_layer(layer, hidden, attended, norms._replace(following=self._no_norm))
             self._leave(hidden, batch)
             return hidden[:0]
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
@@ -283,7 +321,7 @@ class Transformer:
         sampled = None if isinstance(memory, LayerStates) else sampled_rows(view)
         if isinstance(memory, LayerStates) or sampled is None:
             attended = self._mix(layer, attention, memory, normed, view)
-            normed = self._finish_layer(layer, hidden, attended, next_norm)
+            normed = self._finish_layer(layer, hidden, attended, norms)
             # A pass that only decodes samples every token.
             return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
         # The last layer's output is needed only at sampled tokens; of the others KV is stored.
@@ -292,7 +330,7 @@ class Transformer:
         attended = attention.attend(queries[batch.sample_indices], memory, sampled, layer.sinks)
         self._use(batch.sampled_adapters)
         attended = _gated(layer, attended, normed[batch.sample_indices])
-        return self._finish_layer(layer, hidden, attended, next_norm)
+        return self._finish_layer(layer, hidden, attended, norms)
 
     def _memories(self, pool: KvPool) -> Iterator[KvLayer | LayerStates]:
         """Yield the part of `pool` that belongs to each layer."""
@@ -376,28 +414,32 @@ class Transformer:
             projected = layer.value_norm(projected, self._kernels)
         return projected
 
+    def _norm_before(self, weight: torch.Tensor | None, product: object) -> _Norm:
+        """Return the norm [hidden] of what `product` takes."""
+        return _Norm(weight, product.norms if isinstance(product, FollowsNorm) else self._kernels, self._epsilon)
+
     def _normed(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         return hidden if norm is None else self._kernels.rms_norm(hidden, norm, self._epsilon)
 
     def _finish_layer(
-        self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor | None
+        self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor, norms: _LayerNorms
     ) -> torch.Tensor:
         """Add the outputs of `layer`'s attention and feed-forward to the residual stream `hidden`, in place.
 
-        Returns it normalised by `next_norm`.
+        Returns it normalised for what follows.
         """
         after_attention, after_feed_forward = layer.post_norms or (None, None)
         scale = layer.residual_scale
         normed = self._add(
-            layer.attention_output, attended, hidden, _Change(after_attention, scale), layer.feed_forward_norm
+            layer.attention_output, attended, hidden, _Change(after_attention, scale), norms.feed_forward
         )
         if layer.experts is not None:
             self._add_both(layer.feed_forward, layer.experts, normed, hidden, after_feed_forward)
         elif layer.output_scale == 1.0:
-            return self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), next_norm)
+            return self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), norms.following)
         else:
-            self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), None)
-        return self._normed(hidden.mul_(layer.output_scale), next_norm)
+            self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), self._no_norm)
+        return norms.following.of(hidden.mul_(layer.output_scale))
 
     def _add_both(
         self, dense: FeedForward, beside: ExpertsBesideDense, normed: torch.Tensor, hidden: torch.Tensor,
@@ -411,24 +453,30 @@ class Transformer:
         hidden.add_(self._normed(both, norm))
 
     def _add(
-        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, change: _Change,
-        next_norm: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Add `part(inputs)`, changed, to `hidden`; return `hidden` normalised by `next_norm`."""
-        kernels, epsilon, group = self._kernels, self._epsilon, self._group
+        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, change: _Change, norm: _Norm
+    ) -> torch.Tensor:
+        """Add `part(inputs)`, changed, to `hidden`; return `hidden` normalised by `norm`."""
+        group = self._group
         if change.is_none and group.world_size == 1:
+            if norm.weight is not None and not part.adds_within(inputs.shape[0]):
+                return norm.of_sum(hidden, part(inputs))
             part.add_to(inputs, hidden)
-            return self._normed(hidden, next_norm)
-        joined = group.joined(hidden) if change.is_none and next_norm is not None else None
-        if joined is not None and next_norm is not None:
+            return norm.of(hidden)
+        joined = group.joined(hidden) if change.is_none and norm.weight is not None else None
+        if joined is not None and norm.weight is not None:
             part(inputs, joined.place(hidden))
-            return joined.add(hidden, next_norm, epsilon)
+            return joined.add(hidden, norm.weight, self._epsilon)
         added = group.sum(part(inputs, group.place_for(hidden)))
         if change.norm is not None:
-            added = kernels.rms_norm(added, change.norm, epsilon)
+            added = self._kernels.rms_norm(added, change.norm, self._epsilon)
         if change.scale != 1.0:
             added = added * change.scale
-        return hidden.add_(added) if next_norm is None else kernels.add_rms_norm(hidden, added, next_norm, epsilon)
+        return norm.of_sum(hidden, added)
+
+
+def _first_product(part: FeedForward) -> object:
+    """Return what takes the normalised inputs of a feed-forward layer, and nothing beside it; None: several do."""
+    return part.gate_up if isinstance(part, DenseFeedForward) else None
 
 
 def _gated(layer: DecoderLayer, attended: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

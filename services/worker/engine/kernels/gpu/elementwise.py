@@ -1,14 +1,18 @@
-"""Norms, rotation and gating as Triton programs: each reads its input once and writes its output once."""
+"""Norms, rotation and gating as Triton programs: each reads its input once and writes its output once.
+
+Where products in FP8 follow, norms and gates write their output in FP8, too.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
+from services.worker.engine.kernels.gpu.fp8_rows import LIMITS, empty_rows, in_fp8
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
@@ -19,14 +23,18 @@ if TYPE_CHECKING:
 _SPREAD, _BUNDLED = (4, 1), (16, 4)
 _MANY_TOKENS = 512
 _GATE_BLOCK = 1024
+# Most outputs of a token that one program gates and quantises together.
+WIDEST_GATED_ROW = 16384
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
 
 @triton.jit
 def _rms_norm(
-    inputs, added, weight, outputs, epsilon,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    inputs, added, weight, outputs, epsilon, given_scale, values, scales,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, QUANTISES: tl.constexpr, IS_GIVEN: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Normalise a row; QUANTISES: write it in FP8, too."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -41,8 +49,14 @@ def _rms_norm(
         # The norm is that of the stored values.
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
-    normed = (wide * scale).to(weight.dtype.element_ty) * factors
-    tl.store(outputs + row * WIDTH + columns, normed.to(outputs.dtype.element_ty), mask=inside)
+    normed = ((wide * scale).to(weight.dtype.element_ty) * factors).to(outputs.dtype.element_ty)
+    tl.store(outputs + row * WIDTH + columns, normed, mask=inside)
+    if QUANTISES:
+        grid, row_scale = in_fp8(
+            normed.to(tl.float32), given_scale, LARGEST=LARGEST, SMALLEST=SMALLEST, IS_GIVEN=IS_GIVEN
+        )
+        tl.store(values + row * WIDTH + columns, grid.to(values.dtype.element_ty), mask=inside)
+        tl.store(scales + row, row_scale)
 
 
 @triton.jit
@@ -64,7 +78,12 @@ def gated(gate, up, ELEMENT: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gate(both, outputs, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr):
+def _gate(
+    both, outputs, width, given_scale, values, scales,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, QUANTISES: tl.constexpr, IS_GIVEN: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Gate BLOCK outputs of a row; QUANTISES: write them in FP8, too, all of a row's unless IS_GIVEN."""
     if OVERLAPS:
         follow()
     row = tl.program_id(0).to(tl.int64)
@@ -73,8 +92,12 @@ def _gate(both, outputs, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, O
     gate = tl.load(both + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
     element = outputs.dtype.element_ty
-    product = gated(gate, up, ELEMENT=element, ACTIVATION=ACTIVATION)
-    tl.store(outputs + row * width + columns, product.to(element), mask=inside)
+    product = gated(gate, up, ELEMENT=element, ACTIVATION=ACTIVATION).to(element)
+    tl.store(outputs + row * width + columns, product, mask=inside)
+    if QUANTISES:
+        grid, scale = in_fp8(product.to(tl.float32), given_scale, LARGEST=LARGEST, SMALLEST=SMALLEST, IS_GIVEN=IS_GIVEN)
+        tl.store(values + row * width + columns, grid.to(values.dtype.element_ty), mask=inside)
+        tl.store(scales + row, scale)
 
 
 @triton.jit
@@ -156,42 +179,98 @@ def _rotate_and_store(
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return inputs [tokens, width] / sqrt(mean of squares + epsilon) * weight [width]."""
-    return _normed(inputs.contiguous(), None, weight, epsilon)
+    inputs = inputs.contiguous()
+    outputs = torch.empty_like(inputs)
+    _normalise(inputs, None, weight, outputs, epsilon)
+    return outputs
 
 
 def add_rms_norm(sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Add `added` to `sums`, both [tokens, width] and contiguous, in place; return the norm of the sums."""
-    return _normed(sums, added, weight, epsilon)
-
-
-def _normed(inputs: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    outputs = torch.empty_like(inputs)
-    tokens, width = inputs.shape
-    if tokens:
-        block = triton.next_power_of_2(width)
-        _rms_norm[(tokens,)](
-            inputs, inputs if added is None else added, weight, outputs, epsilon,
-            WIDTH=width, BLOCK=block, ADDS=added is not None, num_warps=min(max(block // 512, 1), 8),
-            **launch_options(tokens),
-        )  # fmt: skip
+    outputs = torch.empty_like(sums)
+    _normalise(sums, added, weight, outputs, epsilon)
     return outputs
+
+
+def rms_norm_in_fp8(
+    inputs: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the norm of inputs [tokens, width], and that in FP8 with its scales, as `quantise_rows` would.
+
+    `added`, if given, is added to inputs first, in place; both are contiguous. `scale` [1] is that of all rows.
+    """
+    inputs = inputs.contiguous()
+    outputs = torch.empty_like(inputs)
+    values, scales = empty_rows(outputs)
+    _normalise(inputs, added, weight, outputs, epsilon, _Quantised(scale, values, scales))
+    return outputs, values, scales
 
 
 def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return the gated product of both[:, :width] and both[:, width:], [tokens, width], of both [tokens, 2 width]."""
-    tokens, width = both.shape[0], both.shape[1] // 2
-    outputs = both.new_empty(tokens, width)
-    if tokens:
-        _gate[(tokens, triton.cdiv(width, _GATE_BLOCK))](
-            both,
-            outputs,
-            width,
-            BLOCK=_GATE_BLOCK,
-            ACTIVATION=ACTIVATIONS[activation],
-            num_warps=4,
-            **launch_options(tokens),
-        )
+    outputs = both.new_empty(both.shape[0], both.shape[1] // 2)
+    _multiply_gate(both, activation, outputs, _GATE_BLOCK)
     return outputs
+
+
+def gate_in_fp8(
+    both: torch.Tensor, activation: Activation, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `gate` does, and that in FP8 with its scales, as `quantise_rows` would.
+
+    Without a `scale` [1] of all rows, width is at most WIDEST_GATED_ROW.
+    """
+    outputs = both.new_empty(both.shape[0], both.shape[1] // 2)
+    values, scales = empty_rows(outputs)
+    block = triton.next_power_of_2(outputs.shape[1]) if scale is None else _GATE_BLOCK
+    _multiply_gate(both, activation, outputs, block, _Quantised(scale, values, scales))
+    return outputs, values, scales
+
+
+class _Quantised(NamedTuple):
+    """What a program takes and writes beside its outputs."""
+
+    scale: torch.Tensor | None  # [1] float32, of all rows
+    values: torch.Tensor  # [tokens, width] FP8
+    scales: torch.Tensor  # [tokens, 1] float32
+
+
+def _normalise(
+    inputs: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, outputs: torch.Tensor, epsilon: float,
+    quantised: _Quantised | None = None,
+) -> None:  # fmt: skip
+    tokens, width = inputs.shape
+    if tokens:
+        block = triton.next_power_of_2(width)
+        _rms_norm[(tokens,)](
+            inputs, inputs if added is None else added, weight, outputs, epsilon, *_parameters(quantised, outputs),
+            WIDTH=width, BLOCK=block, ADDS=added is not None, num_warps=min(max(block // 512, 1), 8),
+            **_constants(quantised), **launch_options(tokens),
+        )  # fmt: skip
+
+
+def _multiply_gate(
+    both: torch.Tensor, activation: Activation, outputs: torch.Tensor, block: int, quantised: _Quantised | None = None
+) -> None:
+    tokens, width = outputs.shape
+    if tokens:
+        _gate[(tokens, triton.cdiv(width, block))](
+            both, outputs, width, *_parameters(quantised, outputs),
+            BLOCK=block, ACTIVATION=ACTIVATIONS[activation], num_warps=min(max(block // 1024, 4), 16),
+            **_constants(quantised), **launch_options(tokens),
+        )  # fmt: skip
+
+
+def _parameters(quantised: _Quantised | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if quantised is None:
+        return unused, unused, unused
+    scale, values, scales = quantised
+    return scales if scale is None else scale, values, scales
+
+
+def _constants(quantised: _Quantised | None) -> dict[str, float | bool]:
+    is_given = quantised is not None and quantised.scale is not None
+    return {"QUANTISES": quantised is not None, "IS_GIVEN": is_given, **LIMITS}
 
 
 def rotate_and_store(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from services.worker.engine.kernels.gpu.elementwise import ACTIVATIONS, gated
-from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
+from services.worker.engine.kernels.gpu.fp8_rows import quantise_rows
 from services.worker.engine.kernels.gpu.grouped_product import (
     can_pack,
     half_of_weights,

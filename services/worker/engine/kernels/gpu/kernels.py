@@ -55,6 +55,9 @@ class GpuLinear:
         else:
             sums += linear(inputs, self._weight, self._bias)
 
+    def adds_within(self, tokens: int) -> bool:
+        return self._bias is None or tokens <= small_linear.MOST_TOKENS
+
 
 class GpuGatedLinear:
     """Gate and up projection as one product."""

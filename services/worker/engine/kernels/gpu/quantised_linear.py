@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
-from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
+from services.worker.engine.kernels.gpu.fp8_rows import quantise_rows
 from services.worker.engine.kernels.gpu.grouped_product import GroupedProduct
 from services.worker.engine.kernels.gpu.int4_product import Int4Product, fits
 from services.worker.engine.kernels.gpu.product_launch import ProductLaunch, put, tile_for
@@ -153,11 +153,9 @@ class BlockProduct:
     def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
         """Write the product [tokens, out] to `outputs`, or add it."""
         tokens, is_plain = inputs.shape[0], bias is None and not adds
-        if (
-            self._flashinfer is not None
-            and self._block_scales is not None
-            and self._flashinfer.serves(self._values.shape, tokens, is_plain=is_plain)
-        ):
+        if self._is_by_flashinfer(tokens, is_plain=is_plain):
+            assert self._flashinfer is not None, "it serves this matrix"
+            assert self._block_scales is not None, "it serves this matrix"
             product = torch.empty_like(outputs) if adds else outputs
             self._flashinfer.multiply(in_blocks(inputs), self._values, self._block_scales, product)
             if bias is not None:
@@ -165,7 +163,8 @@ class BlockProduct:
             if adds:
                 outputs += product
             return
-        if tokens > _MOST_TOKENS and self._library_scales is not None:
+        if self._is_by_cublas(tokens):
+            assert self._library_scales is not None, "it takes this matrix"
             self._write_by_library(inputs, self._library_scales, bias, outputs, adds=adds)
             return
         values, scales = quantise_groups(inputs)
@@ -176,6 +175,20 @@ class BlockProduct:
             tokens, self.outputs, values.shape[1], scales.shape[1], DEPTH=FP8_BLOCK, **launch.constants,
         )  # fmt: skip
         launch.join(partial_sums)
+
+    def adds_within(self, tokens: int) -> bool:
+        """Whether products are added to others by the engine's own program, not by one after a library's."""
+        return not self._is_by_flashinfer(tokens, is_plain=False) and not self._is_by_cublas(tokens)
+
+    def _is_by_flashinfer(self, tokens: int, *, is_plain: bool) -> bool:
+        return (
+            self._flashinfer is not None
+            and self._block_scales is not None
+            and self._flashinfer.serves(self._values.shape, tokens, is_plain=is_plain)
+        )
+
+    def _is_by_cublas(self, tokens: int) -> bool:
+        return tokens > _MOST_TOKENS and self._library_scales is not None
 
     def _write_by_library(
         self, inputs: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor,
@@ -267,6 +280,9 @@ class GpuQuantisedLinear:
             sums += self(inputs)
         elif inputs.shape[0]:
             self._product.write(inputs, self._bias, sums, adds=True)
+
+    def adds_within(self, tokens: int) -> bool:
+        return not isinstance(self._product, BlockProduct) or self._product.adds_within(tokens)
 
 
 class GpuQuantisedGatedLinear:

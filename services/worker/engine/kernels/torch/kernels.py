@@ -44,6 +44,10 @@ class TorchLinear:
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         sums += self(inputs)
 
+    def adds_within(self, tokens: int) -> bool:
+        del tokens
+        return False
+
 
 class PrepackedLinear:
     """oneDNN's product over weights in its own blocked layout.
@@ -67,6 +71,10 @@ class PrepackedLinear:
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         sums += self(inputs)
+
+    def adds_within(self, tokens: int) -> bool:
+        del tokens
+        return False
 
 
 class TorchGatedLinear:

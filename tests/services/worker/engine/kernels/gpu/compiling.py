@@ -21,7 +21,7 @@ from services.worker.engine.kernels.gpu import (
     decode_attention,
     elementwise,
     experts,
-    fp8_linear,
+    fp8_rows,
     grouped_product,
     int4_product,
     latent_programs,
@@ -36,8 +36,8 @@ from services.worker.engine.kernels.gpu import (
 from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu import logits_processors as adjusting
 from services.worker.engine.kernels.gpu import logprobs as reporting
+from services.worker.engine.kernels.gpu.fp8_rows import LIMITS
 from services.worker.engine.quantization.formats import FP8_BLOCK
-from services.worker.engine.quantization.fp8 import LARGEST, SMALLEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,10 +116,10 @@ def main() -> None:
         shape = {"WIDTH": 5120, "BLOCK": 8192, "WORLD": 4, "PATIENCE": patience, "OVERLAPS": overlaps}
         sizes.append(build(rank_sums._sum_add_norm, sums, 8, **shape))
     for adds in (0, 1):
-        norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
-        sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
-        apart = {**norm, "OVERLAPS": 0}
-        sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, AMPERE, **apart))
+        norm: Constants = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "QUANTISES": 0, "IS_GIVEN": 0, **LIMITS}
+        given = "*bf16 *bf16 *bf16 *bf16 fp32 *bf16 *bf16 *bf16"
+        sizes.append(build(elementwise._rms_norm, given, 8, OVERLAPS=1, **norm))
+        sizes.append(build(elementwise._rms_norm, given, 8, AMPERE, OVERLAPS=0, **norm))
     sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes() + adapter_sizes() + ordered_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
@@ -160,8 +160,15 @@ def fp8_sizes() -> list[int]:
     """Compile what multiplies FP8: products of few tokens, of experts, and what quantises ahead of them."""
     both, scales, sizes = "*fp8e4nv *fp8e4nv", "*fp32 *fp32", []
     for block, warps in ((16, 1), (4096, 4), (32768, 16)):
-        how: Constants = {"BLOCK": block, "LARGEST": LARGEST, "SMALLEST": SMALLEST, "IS_GIVEN": False}
-        sizes.append(build(fp8_linear._quantise_rows, "*bf16 *fp32 *fp8e4nv *fp32 i32", warps, OVERLAPS=True, **how))
+        how: Constants = {"BLOCK": block, "IS_GIVEN": False, **LIMITS}
+        sizes.append(build(fp8_rows._quantise_rows, "*bf16 *fp32 *fp8e4nv *fp32 i32", warps, OVERLAPS=True, **how))
+    for is_given in (False, True):
+        rows, constants = "*fp32 *fp8e4nv *fp32", {"QUANTISES": True, "IS_GIVEN": is_given, **LIMITS}
+        how = {"WIDTH": 4096, "BLOCK": 4096, "ADDS": True, "OVERLAPS": True, **constants}
+        sizes.append(build(elementwise._rms_norm, f"*bf16 *bf16 *bf16 *bf16 fp32 {rows}", 8, **how))
+        block = 1024 if is_given else elementwise.WIDEST_GATED_ROW
+        how = {"BLOCK": block, "ACTIVATION": 0, "OVERLAPS": True, **constants}
+        sizes.append(build(elementwise._gate, f"*bf16 *bf16 i32 {rows}", 4 if is_given else 16, **how))
     for program, block, warps in ((small_linear._product_at_once, 4096, 4), (small_linear._product, 1024, 2)):
         how = {"ROWS": 1, "BLOCK": block, "HAS_BIAS": True, "SCALED": True, "ADDS": False, "GATED": True}
         given = f"{both} *bf16 {scales} *bf16 i32 i32"
