@@ -9,10 +9,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from common.names import check_name
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import MASK_64
-from common.types import CacheMode, SamplingParams, StopConditions
+from common.types import SamplingParams, StopConditions
+from gateway.endpoints.requester_fields import SessionFields
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never
 from gateway.endpoints.structure_fields import StructureFields, refuse_with_grammar
 
@@ -82,7 +82,7 @@ class StreamOptions(Schema):
     include_event_ids: bool | None = None
 
 
-class GenerationFields(StructureFields):
+class GenerationFields(StructureFields, SessionFields):
     """The common fields of both completion endpoints; null always means the default."""
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
@@ -130,13 +130,6 @@ class GenerationFields(StructureFields):
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
-    cache_mode: CacheMode | None = Field(None, strict=False)
-    user_id: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -176,29 +169,6 @@ class GenerationFields(StructureFields):
     def wants_event_ids(self) -> bool:
         """Whether the events of the stream have ids, which some clients do not expect."""
         return not self.stream_options or self.stream_options.include_event_ids is not False
-
-    @property
-    def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, in order of precedence."""
-        return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
-
-    @property
-    def routing_key(self) -> str | None:
-        """Requests of one view with equal keys go to the same scheduler group.
-
-        Raises:
-            InvalidRequestError: it is not a valid name.
-        """
-        return check_name("prompt_cache_key", self.prompt_cache_key) if self.prompt_cache_key else None
-
-    @property
-    def session(self) -> str | None:
-        """The conversation of the request; None if it has none.
-
-        Raises:
-            InvalidRequestError: it is not a valid name.
-        """
-        return check_name("session_id", self.session_id) if self.session_id else None
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidRequestError
-from common.names import check_name
 from common.requests import GenerateRequest, PooledText, TokenPrompt, Truncation
-from common.types import CacheMode, RequestId, RequestOptions
+from common.types import RequestId, RequestOptions
 from gateway.endpoints.generation_fields import INT32_MAX
-from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty
+from gateway.endpoints.requester_fields import SessionFields
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, is_empty
 from gateway.server.middleware import begin_trace
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ Truncate: TypeAlias = Annotated[Literal[True, False, "none", "start", "end"] | N
 Side: TypeAlias = Annotated[Literal["left", "right"] | None, BeforeValidator(lowered)]
 
 
-class PoolingFields(Schema):
+class PoolingFields(SessionFields):
     """The fields of all bodies; null always means the default."""
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
@@ -55,36 +55,6 @@ class PoolingFields(Schema):
     # The side at which tokens are dropped.
     truncation_side: Side = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
-    cache_mode: CacheMode | None = Field(None, strict=False)
-    user_id: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
-
-    @property
-    def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, in order of precedence."""
-        return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
-
-    @property
-    def routing_key(self) -> str | None:
-        """Requests of one view with equal keys go to the same scheduler group.
-
-        Raises:
-            InvalidRequestError: it is not a valid name.
-        """
-        return check_name("prompt_cache_key", self.prompt_cache_key) if self.prompt_cache_key else None
-
-    @property
-    def session(self) -> str | None:
-        """The conversation of the request; None if it has none.
-
-        Raises:
-            InvalidRequestError: it is not a valid name.
-        """
-        return check_name("session_id", self.session_id) if self.session_id else None
 
     def truncation(self, context: int) -> Truncation | None:
         """Return the truncation of texts, to at most `context` tokens; None: texts that are too long are refused.

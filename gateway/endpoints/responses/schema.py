@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from common.types import CacheMode
 from gateway.endpoints.chat.schema import OTHER_PARTS, ChatCompletionBody, Effort
 from gateway.endpoints.chat.tools import MAX_TOOLS
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS
+from gateway.endpoints.requester_fields import RequesterFields
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, parse
 from gateway.images.references import ImageReference, from_file, from_part, from_url
 
@@ -68,7 +68,7 @@ class ReasoningOptions(Schema):
     summary: str | None = None
 
 
-class ResponseBody(Schema):
+class ResponseBody(RequesterFields):
     """A request for a response."""
 
     takes_images: ClassVar[bool] = True
@@ -102,12 +102,6 @@ class ResponseBody(Schema):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     priority: int | None = None
-    cache_mode: CacheMode | None = Field(None, strict=False)
-    user_id: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
 
     @model_validator(mode="after")
     def _background_is_stored(self) -> Self:
@@ -115,11 +109,6 @@ class ResponseBody(Schema):
             message = "'background' needs 'store': the response is retrieved later."
             raise InvalidRequestError(message, param="background")
         return self
-
-    @property
-    def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, in order of precedence."""
-        return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
 
     @property
     def is_stored(self) -> bool:
