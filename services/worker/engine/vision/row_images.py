@@ -65,13 +65,13 @@ class _Image:
 class _Row:
     images: list[_Image]
     coordinates: IntArray | None
-    """[axes, tokens] of the tokens known when the row was opened; None: positions have one axis."""
-    tokens: int
+    """[axes, tokens] of the tokens up to the last one of an image: those of later ones are their positions on each
+    axis. None: positions have one axis."""
 
     def drop_computed(self, computed: int) -> bool:
         """Drop images that are computed; return whether anything is left that passes need."""
         self.images = [image for image in self.images if image.positions[-1] >= computed]
-        return bool(self.images) or (self.coordinates is not None and computed < self.tokens)
+        return bool(self.images) or (self.coordinates is not None and computed < self.coordinates.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ class RowImages:
         return torch.tensor(blocks, dtype=torch.int32) if blocks else None
 
     def _coordinates(self, positions: torch.Tensor, at: Sequence[_RowChunk]) -> torch.Tensor | None:
-        """Return the coordinates of a pass's tokens, where chunks of rows with several axes take part."""
+        """Return the coordinates of a pass's tokens; None: all of them are positions."""
         known = [
             (chunk.first, chunk.row.coordinates[:, chunk.start : chunk.start + chunk.length])
             for chunk in at
-            if chunk.row.coordinates is not None
+            if chunk.row.coordinates is not None and chunk.start < chunk.row.coordinates.shape[1]
         ]
         if not known:
             return None
@@ -254,8 +254,10 @@ class RowImages:
                 coordinates, offset = coordinates_of(ids, opened.images, self._config.merge)
             except ValueError as error:
                 raise InvalidPlanError(f"{what}: {error}") from error
-        if images or coordinates is not None:
-            self._rows[opened.row] = _Row(images, coordinates, ids.size)
+            coordinates = coordinates[:, : below[-1] + 1]
+        row = _Row(images, coordinates)
+        if row.drop_computed(opened.computed_tokens):
+            self._rows[opened.row] = row
         known = np.where(ids < 0, np.int32(self._config.placeholder_id), ids)
         return replace(opened, token_ids=known, images=(), position_offset=offset)
 

@@ -14,7 +14,7 @@ from common.types import EncoderOutputId, RowImage, RowSlot, StepId
 from services.worker.engine.encoder.config import EncoderActivation
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import ForwardBatch
-from services.worker.engine.plans.passes import ForwardPass, make_pass
+from services.worker.engine.plans.passes import ForwardPass, gather, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.vision.config import VisionConfig
@@ -237,18 +237,60 @@ def test_images_that_do_not_fit_their_row_are_refused(
         Rows().run(plan(opened(0, ids, *images)))
 
 
-def test_images_take_coordinates_on_three_axes_and_fewer_positions_than_tokens() -> None:
+def with_axes() -> Rows:
+    """Return rows of a model with positions on three axes."""
     rows = Rows()
     rows.images = RowImages(rows.model, replace(CONFIG, axes=(0, 1, 2)))
-    large = replace(image(2, 10.0, 6), grid=(1, 4, 6))
-    forward = rows.run(plan(opened(0, [5, 5, *(-4,) * 6, 3, 3], large), chunks=[(0, 0, 10)]))
-    coordinates = rows.images.into(batch_of(forward), forward).coordinates
+    return rows
+
+
+def coordinates_of_pass(rows: Rows, forward: ForwardPass) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the coordinates of a pass, which is then over, and its positions."""
+    positions = torch.from_numpy(gather(rows.states, forward).positions)
+    coordinates = rows.images.into(replace(batch_of(forward), positions=positions), forward).coordinates
+    rows.states.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+    return coordinates, positions
+
+
+# Of a text, an image in two rows of three squares, and a text.
+AXES = [
+    [0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+]  # fmt: skip
+SQUARES = replace(image(2, 10.0, 6), grid=(1, 4, 6))
+
+
+def test_images_take_coordinates_on_three_axes_and_fewer_positions_than_tokens() -> None:
+    rows = with_axes()
+    forward = rows.run(plan(opened(0, [5, 5, *(-4,) * 6, 3, 3], SQUARES), chunks=[(0, 0, 10)]))
+    coordinates, _ = coordinates_of_pass(rows, forward)
     assert coordinates is not None
-    assert coordinates.tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
-    ]  # fmt: skip
+    assert coordinates.tolist() == AXES
     # The next token is the eleventh, at position 7.
     assert rows.states.position_offsets[0] == -3
+
+
+def test_a_text_after_the_last_image_is_at_positions_and_needs_no_coordinates() -> None:
+    rows, ids = with_axes(), [5, 5, *(-4,) * 6, 3, 3]
+    coordinates, _ = coordinates_of_pass(rows, rows.run(plan(opened(0, ids, SQUARES), chunks=[(0, 0, 5)])))
+    assert coordinates is not None
+    assert coordinates.tolist() == [axis[:5] for axis in AXES]
+    # The rest of the image and the text beside another text, which comes first in the batch.
+    both = plan(opened(1, [1, 2]), chunks=[(1, 0, 2), (0, 5, 4)])
+    coordinates, positions = coordinates_of_pass(rows, rows.run(both))
+    assert coordinates is not None
+    assert coordinates.tolist() == [[0, 1, *axis[5:9]] for axis in AXES]
+    coordinates, positions = coordinates_of_pass(rows, rows.run(plan(chunks=[(0, 9, 1)])))
+    assert coordinates is None
+    assert positions.tolist()[-1] == 6
+
+
+def test_nothing_is_kept_of_a_row_whose_images_are_computed() -> None:
+    rows, known = with_axes(), replace(SQUARES, pixels=None)
+    row = opened(0, [5, 5, *(-4,) * 6, 3, 3], known, computed=8)
+    coordinates, positions = coordinates_of_pass(rows, rows.run(plan(row, chunks=[(0, 8, 2)])))
+    assert coordinates is None
+    assert positions.tolist() == AXES[0][8:]
+    assert not rows.images._rows
 
 
 def test_a_grid_of_other_tokens_than_the_image_has_is_refused() -> None:
