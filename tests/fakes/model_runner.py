@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.vision.config import VisionConfig
 
 PAGE_SIZE = 4
 CONTEXT = 64
@@ -48,6 +49,7 @@ class CheckingRunner:
     host_pool: HostPool | None = None
     transfers: Transfers | None = None
     head: PoolerHead | None = None
+    vision_config: VisionConfig | None = None
     # Called before every pass; a test may raise from it.
     before_forward: Callable[[], None] = lambda: None
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.parallel.pass_calls import QueuedPassCalls
     from services.worker.engine.parallel.stages import PendingTokens
+    from services.worker.engine.vision.config import VisionConfig
     from services.worker.engine.vision.encoder import EncoderImage, VisionEncoder
 
 
@@ -96,6 +97,11 @@ class ModelRunner:
         self.peer_copies = self._copies()
         if host_pool is not None:
             self.capacity = replace(capacity, host_pages=host_pool.pages)
+
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """How the decoder takes images; None: it sees none, or the weights are dropped."""
+        return None if self.vision is None else self.vision.config
 
     @property
     def states(self) -> StatePool | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.device_sampler import DeviceSampler
     from services.worker.engine.execution.stage_ends import NoEnds, StageEnds
     from services.worker.engine.plans.rows import RowIndices
+    from services.worker.engine.vision.config import VisionConfig
 
 
 class OverlappedModel(Protocol):
@@ -37,6 +38,10 @@ class OverlappedModel(Protocol):
 
     capacity: EngineCapacity
     device: torch.device
+
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """How the model takes images; None: it sees none."""
 
     def compute(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits of the batch's samples, [samples, vocabulary] in the model's type, without waiting."""

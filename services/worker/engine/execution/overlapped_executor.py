@@ -311,8 +311,8 @@ class OverlappedExecutor:
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
         adapters = batch.sampled_adapters
-        is_plain = adapters is None and batch.images is None and batch.coordinates is None
-        captured = self._graphs.prompt(batch.token_ids.shape[0]) if is_plain else None
+        # Products of adapters are not captured with prompts.
+        captured = self._graphs.prompt(batch.token_ids.shape[0]) if adapters is None else None
         if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()
         hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)

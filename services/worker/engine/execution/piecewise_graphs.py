@@ -3,6 +3,9 @@
 Attention of chunks is planned on the host for the very rows of a pass, so it cannot be part of a graph. A pass runs as
 a graph up to the first layer's attention, that attention, a graph up to the next one, and so on. What a graph and an
 attention hand to each other lies at addresses that the capture has fixed; tokens beyond those of the pass are padding.
+
+Where the model sees images, their embeddings take their places between graphs, too: a pass has as many as it happens to
+have. Positions on several axes are an input of the graphs; those of texts are the same on each axis.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +21,7 @@ import torch
 from services.worker.engine.execution.cuda_graphs import CudaGraphs, has_memory
 from services.worker.engine.execution.stage_ends import NoEnds
 from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.vision.axes import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.decode_graphs import OverlappedModel
     from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.execution.stage_ends import StageEnds
-    from services.worker.engine.model.batch import Attend
+    from services.worker.engine.model.batch import Attend, Deferral
 
 # The unit of capture sizes, for the log.
 UNIT = "prompt tokens"
@@ -67,7 +72,7 @@ def largest_worthwhile_size(
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Attention between two graphs. Neither tensor owns its memory, which other passes use meanwhile."""
+    """Attention or another call between graphs. Neither tensor owns its memory, which other passes use meanwhile."""
 
     attend: Attend
     queries: torch.Tensor
@@ -81,6 +86,30 @@ class _Deferred:
         self.attend(self.queries[:tokens], self.outputs[:tokens], batch)
 
 
+@dataclass(frozen=True, slots=True)
+class _LaterImages:
+    """Images of passes that are not known yet when graphs are captured; see `BatchImages`."""
+
+    deep_layers: int
+    defer: Deferral
+
+    def place(self, hidden: torch.Tensor) -> None:
+        self.defer(_place, hidden, hidden, in_window=False)
+
+    def deepen(self, hidden: torch.Tensor, layer: int) -> None:
+        self.defer(partial(_deepen, layer), hidden, hidden, in_window=False)
+
+
+def _place(_tokens: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch) -> None:
+    if batch.images is not None:
+        batch.images.place(hidden)
+
+
+def _deepen(layer: int, _tokens: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch) -> None:
+    if batch.images is not None:
+        batch.images.deepen(hidden, layer)
+
+
 class PiecewiseGraph:
     """A pass of up to `size` tokens, of rows that decode and chunks of prompts."""
 
@@ -92,7 +121,7 @@ class PiecewiseGraph:
         self.size = size
         self._runner = runner
         self._ends = ends or NoEnds()
-        window = capacity.window_pool
+        window, vision = capacity.window_pool, runner.vision_config
         # KV of padding is written to the page after the last one of each pool.
         self._padding_slot = capacity.device_pages * capacity.page_size
         self._window_padding_slot = window.pages * capacity.page_size if window else 0
@@ -110,6 +139,8 @@ class PiecewiseGraph:
             window_table=None if rows.window_table is None else rows.window_table[:1],
             window_slots=torch.full((size,), self._window_padding_slot, device=device) if window else None,
             defer=self._defer,
+            images=None if vision is None else _LaterImages(len(vision.deep_layers), self._defer),
+            coordinates=torch.zeros(AXES, size, dtype=torch.int64, device=device) if vision and vision.axes else None,
             stage=self._ends.buffers(size),
         )
         self._pool: Any = None
@@ -186,6 +217,9 @@ class PiecewiseGraph:
         own, tokens = self._batch, batch.token_ids.shape[0]
         own.token_ids[:tokens].copy_(batch.token_ids)
         own.positions[:tokens].copy_(batch.positions)
+        if own.coordinates is not None:
+            # Positions are the same on each axis.
+            own.coordinates[:, :tokens].copy_(batch.positions if batch.coordinates is None else batch.coordinates)
         own.write_slots[:tokens].copy_(batch.write_slots)
         # Padding computes stale input, but must not write to its slots.
         own.write_slots[tokens:].fill_(self._padding_slot)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Deferral(Protocol):
-    """Receives the attention calls of piecewise CUDA graphs, which run between the graphs."""
+    """Receives calls of piecewise CUDA graphs that run between the graphs: attention, and what is done with images."""
 
     def __call__(self, attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
         """Call `attend` with these tensors and the pass's batch, every time that the pass runs."""
@@ -54,14 +54,41 @@ class StateSlots:
         return cls(on_device[:first], chunks)
 
 
+class BatchImages(Protocol):
+    """Embeddings of images among the tokens of a batch."""
+
+    @property
+    def deep_layers(self) -> int:
+        """To the outputs of how many of the first layers something is added."""
+
+    def place(self, hidden: torch.Tensor) -> None:
+        """Put the embeddings in the places of their tokens in `hidden` [tokens, hidden], those of all tokens."""
+
+    def deepen(self, hidden: torch.Tensor, layer: int) -> None:
+        """Add to the outputs [tokens, hidden] of one of the first layers, in place, what belongs there."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedImages:
-    """Embeddings of images that take the places of tokens of a batch."""
+    """Those of a pass; see `BatchImages`."""
 
     places: torch.Tensor  # [placed] int64, ascending
     embeddings: torch.Tensor  # [placed, hidden], of the activations' type
     # What is added to the outputs of the first layers at these places, [placed, hidden] for each of them
     deep: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def deep_layers(self) -> int:
+        """The number of `deep`."""
+        return len(self.deep)
+
+    def place(self, hidden: torch.Tensor) -> None:
+        """Put `embeddings` at `places`."""
+        hidden.index_copy_(0, self.places, self.embeddings)
+
+    def deepen(self, hidden: torch.Tensor, layer: int) -> None:
+        """Add those of a layer at `places`."""
+        hidden.index_add_(0, self.places, self.deep[layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +131,7 @@ class ForwardBatch:
     # [tokens] int32, the slot of each token's adapter, below 0 for none; None: no token has one
     adapters: torch.Tensor | None = None
     # None: no token of the batch is an image's
-    images: PlacedImages | None = None
+    images: BatchImages | None = None
     # [blocks, 4] int32 in host memory, of each picture whose tokens see each other: its row, its tokens [start, stop)
     # in the batch, and how many of the row's keys all of them see; None: every token sees the keys up to its own
     blocks: torch.Tensor | None = None

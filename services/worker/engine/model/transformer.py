@@ -287,16 +287,15 @@ class Transformer:
         self._use(batch.adapters)
         hidden = self._enter(batch)
         if batch.coordinates is not None:
-            assert self._angles is not None, "positions have one axis"
-            numbers = torch.arange(len(hidden), device=hidden.device)
-            batch = replace(batch, angles=self._angles(batch.coordinates), positions=numbers)
+            batch = self._with_angles(batch, batch.coordinates)
         layers = self._weights.layers
         # Sliding-window layers may have pages of their own; they share one object, since kernels plan once per object.
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
         *inner, last = zip(layers, self._attention, self._memories(pool), views, self._norms, strict=True)
-        deep = () if batch.images is None else batch.images.deep
-        if self._weights.joined is not None and batch.adapters is None and batch.angles is None and not deep:
+        images = batch.images
+        deep_layers = 0 if images is None else images.deep_layers
+        if self._weights.joined is not None and batch.adapters is None and batch.angles is None and not deep_layers:
             normed = self._weights.joined(hidden, batch, pool)
         else:
             normed = self._first_norm.of(hidden)
@@ -304,9 +303,10 @@ class Transformer:
                 if batch.checkpoint is not None:
                     batch.checkpoint()
                 attended = self._mix(layer, attention, memory, normed, view)
-                if i < len(deep) and batch.images is not None:
+                if images is not None and i < deep_layers:
                     self._finish_layer(layer, hidden, attended, norms._replace(following=self._no_norm))
-                    normed = norms.following.of(hidden.index_add_(0, batch.images.places, deep[i]))
+                    images.deepen(hidden, i)
+                    normed = norms.following.of(hidden)
                 else:
                     normed = self._finish_layer(layer, hidden, attended, norms)
         layer, attention, memory, view, norms = last
@@ -392,7 +392,15 @@ class Transformer:
             rows = self._adapters.embed(batch.token_ids, rows)
         if self._embedding_scale != 1.0:
             rows = rows * self._embedding_scale
-        return rows if batch.images is None else rows.index_copy(0, batch.images.places, batch.images.embeddings)
+        if batch.images is not None:
+            batch.images.place(rows)
+        return rows
+
+    def _with_angles(self, batch: ForwardBatch, coordinates: torch.Tensor) -> ForwardBatch:
+        """Return the batch with angles of its own for its tokens."""
+        assert self._angles is not None, "positions have one axis"
+        numbers = torch.arange(coordinates.shape[1], device=coordinates.device)
+        return replace(batch, angles=self._angles(coordinates), positions=numbers)
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self._weights.embedding is not None, "the first stage has it"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from common.types import RowImage, TokenIds
     from services.worker.engine.plans.passes import IntArray
 
-_AXES = 3
+# Time, height and width.
+AXES = 3
 
 
 def read_axes(text: Mapping[str, Any], default: tuple[int, ...], *, are_mixed: bool = False) -> tuple[int, ...]:
@@ -37,11 +38,11 @@ def read_axes(text: Mapping[str, Any], default: tuple[int, ...], *, are_mixed: b
     parameters = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = parameters.get("mrope_section") or default
     count = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
-    if len(sections) != _AXES or sum(sections) != count:
+    if len(sections) != AXES or sum(sections) != count:
         raise ConfigurationError(f"mrope_section: {sections} are not the {count} frequencies of three axes")
     if not are_mixed:
         return tuple(axis for axis, its in enumerate(sections) for _ in range(its))
-    return tuple(i % _AXES if i < _AXES * sections[i % _AXES] else 0 for i in range(count))
+    return tuple(i % AXES if i < AXES * sections[i % AXES] else 0 for i in range(count))
 
 
 def coordinates_of(token_ids: TokenIds, images: Sequence[RowImage], merge: int) -> tuple[IntArray, int]:
@@ -63,15 +64,15 @@ def coordinates_of(token_ids: TokenIds, images: Sequence[RowImage], merge: int) 
         taken += image.length
         for (first, end), grid, times in zip(runs, *_grids(image, runs, merge), strict=True):
             before = first - start
-            parts.append(np.broadcast_to(np.arange(position, position + before), (_AXES, before)))
-            coordinates = np.indices(grid).reshape(_AXES, -1)
+            parts.append(np.broadcast_to(np.arange(position, position + before), (AXES, before)))
+            coordinates = np.indices(grid).reshape(AXES, -1)
             coordinates[0] = np.repeat(times, grid[1] * grid[2])
             parts.append(coordinates + position + before)
             start, position = end, int(parts[-1].max()) + 1
             if position > end:
                 raise ValueError(f"a grid with coordinates up to {position - 1}, beyond its {end} tokens")
     rest = token_ids.size - start
-    parts.append(np.broadcast_to(np.arange(position, position + rest), (_AXES, rest)))
+    parts.append(np.broadcast_to(np.arange(position, position + rest), (AXES, rest)))
     return np.concatenate(parts, axis=1), position - start
 
 
@@ -79,10 +80,10 @@ def _grids(
     image: RowImage, runs: Sequence[tuple[int, int]], merge: int
 ) -> tuple[list[tuple[int, int, int]], list[list[int]]]:
     """Return the squares in time, height and width of each run of an image's tokens, and its coordinates in time."""
-    if len(image.grid) < _AXES:
+    if len(image.grid) < AXES:
         raise ValueError(f"an image with a grid of {len(image.grid)} axes")
     steps, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
-    times = list(image.grid[_AXES:]) or list(range(steps))
+    times = list(image.grid[AXES:]) or list(range(steps))
     is_whole = len(runs) == 1
     size = steps * height * width if is_whole else height * width
     if len(times) != steps or len(runs) not in (1, steps) or any(end - first != size for first, end in runs):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.vision.config import VisionConfig
 
 VOCABULARY = 300
 PAGE_SIZE = 4
@@ -38,6 +39,7 @@ class MarkovRunner:
     host_pool: HostPool | None = None
     transfers: Transfers | None = None
     head: PoolerHead | None = None
+    vision_config: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         self.capacity = EngineCapacity(PAGES, PAGE_SIZE, 64, VOCABULARY, (2,), 8, "markov", str(self.device), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.prompt_logprobs import PromptLogprobs
 from common.steps import EngineSpec, StepPlan
-from common.types import FinishReason, SamplingParams, StepId
+from common.types import AdapterSlot, FinishReason, SamplingParams, StepId
 from services.worker.engine.execution.interface import OutOfMemoryError
 from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
@@ -31,7 +32,10 @@ pytest.importorskip("triton", reason="its interpreter runs the programs where th
 from services.worker.engine.execution.decode_graphs import decode_capture_sizes
 from services.worker.engine.execution.out_of_memory import chunk_halves
 from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
-from services.worker.engine.plans.passes import Chunks
+from services.worker.engine.execution.pass_graphs import PassGraphs
+from services.worker.engine.plans.passes import Chunks, make_pass
+from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.rows import RowStates
 
 # The runner that checks everything is on the CPU, where only Triton's interpreter can reach its rows.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
@@ -133,6 +137,17 @@ def test_prompts_are_scored_while_other_rows_decode() -> None:
     told = [tokens_by_row(result).get(0) for result in results if not result.partial]
     assert told == expected_output(PROMPT, 8)
     assert tokens_by_row(results[-1])[3] == next_token(prompt)
+
+
+def test_prompts_with_adapters_run_kernel_by_kernel() -> None:
+    for adapter, sizes in ((None, [5]), (AdapterSlot(0), [])):
+        rows = RowStates(4, 64, PAGE_SIZE)
+        opened = replace(open_row(0, PROMPT, [0, 1]), adapter=adapter)
+        plan = StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),))
+        chunks = apply_bookkeeping(plan, rows, PlanLimits(VOCABULARY, 4000, 64, adapters=1))
+        with patch.object(PassGraphs, "prompt", return_value=None) as prompt:
+            executor(CheckingRunner())._compute_mixed(rows, make_pass(rows, rows.decoding(), chunks))
+        assert [call.args for call in prompt.call_args_list] == [(size,) for size in sizes]
 
 
 def test_sampling_on_the_device_is_a_function_of_seed_and_position() -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from common.steps import EngineCapacity, WindowPool
+from services.worker.engine.encoder.config import EncoderActivation
 from services.worker.engine.execution.piecewise_graphs import (
     PiecewiseGraph,
     largest_worthwhile_size,
     piecewise_capture_sizes,
 )
-from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch, PlacedImages
+from services.worker.engine.vision.config import VisionConfig
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import FAMILIES, OTHERS, VOCABULARY, save_model
 
@@ -31,6 +33,7 @@ class StandIn:
     """What a pass needs of resident rows and of a model: hidden states are token ids, doubled by attention."""
 
     device = torch.device("cpu")
+    vision_config: VisionConfig | None = None
 
     def __init__(self, window: WindowPool | None = None) -> None:
         self.capacity = EngineCapacity(PAGES, PAGE_SIZE, 64, 100, (), 1, "", "cpu", 2, window_pool=window)
@@ -52,6 +55,27 @@ class StandIn:
     def _attend(self, queries: torch.Tensor, outputs: torch.Tensor, batch: ForwardBatch) -> None:
         self.attended.append(batch)
         outputs.copy_(2 * queries)
+
+
+class SeeingStandIn(StandIn):
+    """What a pass needs of a model that sees images: hidden states are a token's id and its coordinates."""
+
+    def __init__(self, *, axes: tuple[int, ...] = (0, 1, 2), deep_layers: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.vision_config = VisionConfig(
+            "", 0, width=1, hidden_size=1, intermediate_size=1, layers=3, heads=1, patch_size=1,
+            activation=EncoderActivation.GELU, axes=axes, deep_layers=deep_layers,
+        )  # fmt: skip
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = batch.token_ids[:, None].float().expand(-1, 4).clone()
+        assert batch.images is not None, "passes of a model that sees images may have some"
+        batch.images.place(hidden)
+        if batch.coordinates is not None:
+            hidden[:, 1:] += batch.coordinates.t()
+        for layer in range(batch.images.deep_layers):
+            batch.images.deepen(hidden, layer)
+        return hidden[batch.sample_indices]
 
 
 def live_batch(tokens: int, samples: list[int]) -> ForwardBatch:
@@ -87,6 +111,43 @@ def test_a_warm_up_attends_to_nothing() -> None:
     one = PiecewiseGraph(SIZE, runner, runner)
     runner.hidden_states(one._batch)
     assert runner.attended == []
+
+
+AXES = torch.tensor([[0, 1, 2, 2, 4], [0, 1, 2, 3, 4], [0, 1, 3, 3, 4]])
+
+
+def test_coordinates_are_those_of_the_pass_and_of_texts_their_positions_on_each_axis() -> None:
+    runner: Any = SeeingStandIn()
+    one, batch = PiecewiseGraph(SIZE, runner, runner), live_batch(5, list(range(5)))
+    seeing = one.hidden_states(replace(batch, coordinates=AXES))
+    assert (seeing[:, 1:] - seeing[:, :1]).t().tolist() == AXES.tolist()
+    # A longer pass, and one like the first: what is left of others is padding.
+    for text in (live_batch(SIZE, list(range(SIZE))), batch):
+        hidden = one.hidden_states(text)
+        assert (hidden[:, 1:] - hidden[:, :1]).t().tolist() == text.positions.expand(3, -1).tolist()
+
+
+def test_a_model_without_axes_has_no_coordinates() -> None:
+    runner: Any = SeeingStandIn(axes=())
+    batch = live_batch(5, [0, 4])
+    assert PiecewiseGraph(SIZE, runner, runner).hidden_states(batch).tolist() == [[50.0] * 4, [54.0] * 4]
+    runner = StandIn()
+    one = PiecewiseGraph(SIZE, runner, runner)
+    assert one._batch.coordinates is None
+    assert one._batch.images is None
+
+
+@pytest.mark.parametrize("deep_layers", [(), (0, 2)])
+def test_images_of_a_pass_take_their_places_and_those_of_others_do_not_stay(deep_layers: tuple[int, ...]) -> None:
+    runner: Any = SeeingStandIn(axes=(), deep_layers=deep_layers)
+    one, batch = PiecewiseGraph(SIZE, runner, runner), live_batch(5, list(range(5)))
+    deep = tuple(torch.full((2, 4), 10.0 ** (i + 1)) for i in range(len(deep_layers)))
+    seeing = replace(batch, images=PlacedImages(torch.tensor([1, 3]), torch.tensor([[1.0] * 4, [2.0] * 4]), deep))
+    added = 110.0 if deep_layers else 0.0
+    for _ in range(2):
+        hidden = one.hidden_states(seeing)
+        assert hidden[:, 0].tolist() == [50.0, 1.0 + added, 52.0, 2.0 + added, 54.0]
+        assert one.hidden_states(batch)[:, 0].tolist() == [50.0, 51.0, 52.0, 53.0, 54.0]
 
 
 def test_capture_sizes_are_bounded_by_the_step_size() -> None:

@@ -41,6 +41,7 @@ class AddingStage:
     """Stands in for the model of a stage: adds 1 to the residual stream, or token ids to nothing in the first stage."""
 
     capacity = EngineCapacity(30, 4, 64, 100, (), 1, "", "cpu", 2)
+    vision_config = None
 
     def __init__(self) -> None:
         self.cells = self.page_table = torch.zeros(2, 4, dtype=torch.int32)

@@ -72,6 +72,7 @@ class Session:
     sampling: SamplingParams = GREEDY_WITH_LOGPROBS
     step: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> None:
         results: list[StepResult] = []
@@ -79,6 +80,7 @@ class Session:
         self.engine.settle(lambda: False)
         self.step += 1
         for result in results:
+            self.embeddings |= dict(result.embeddings)
             for row, token in zip(result.rows.tolist(), result.token_ids.tolist(), strict=True):
                 self.answers[row].tokens.append(token)
             for row, logprob in result.logprobs:

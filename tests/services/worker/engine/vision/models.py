@@ -259,6 +259,20 @@ def save(directory: Path, family: str, vocabulary: int = VOCABULARY, **changes: 
     return save_as(directory, name, {**options, "text_config": text, **changes})
 
 
+def save_wide(directory: Path, family: str) -> Path:
+    """Write a model whose heads are as wide as kernels of GPUs take them to `directory`, which is returned."""
+    name, options = MODELS[family]
+    sections = {"qwen2.5-vl": [8, 12, 12], "qwen3-vl": [12, 10, 10]}
+    wide: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.08}
+    if family in sections:
+        wide["rope_parameters"] = options["text_config"]["rope_parameters"] | {"mrope_section": sections[family]}
+    vision = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.08}
+    if family in sections:
+        vision |= {"num_heads": 2, "out_hidden_size": 256}
+    parts = {"text_config": options["text_config"] | wide, "vision_config": options["vision_config"] | vision}
+    return save_as(directory, name, {**options, **parts})
+
+
 def save_as(directory: Path, name: str, options: dict[str, Any]) -> Path:
     """Write a model of the class `name` of `transformers` to `directory`, which is returned."""
     import transformers

@@ -13,7 +13,7 @@ from common.steps import RowOpen, StepPlan
 from common.types import EncoderOutputId, RowImage, RowSlot, StepId
 from services.worker.engine.encoder.config import EncoderActivation
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch, PlacedImages
 from services.worker.engine.plans.passes import ForwardPass, gather, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.rows import RowStates
@@ -84,6 +84,7 @@ class Rows:
         self.states.append_tokens(forward.sampled_rows, np.ones(forward.sampled_rows.size, np.int32))
         if placed is None:
             return []
+        assert isinstance(placed, PlacedImages)
         return list(zip(placed.places.tolist(), placed.embeddings[:, 0].tolist(), strict=True))
 
 
