@@ -62,6 +62,8 @@ class Driver:
         self._engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
         capacity = self._engine.configure(spec, lambda _share, _stage: None)
         self.page_size, self.pages = capacity.page_size, capacity.device_pages
+        # Bytes of one embedding of an image; 0: the model sees none.
+        self.embedding_bytes = capacity.embedding_bytes
         self._next_step = 1
         self.opened = 0
 
