@@ -140,16 +140,23 @@ def ways(device: torch.device) -> list[Way]:
         kernels = select_backend(library, torch.bfloat16, device, available_cores()).kernels
         return engine_ways(kernels)
     # Only here: the CPU does without.
-    from services.worker.engine.kernels.gpu.fp8_linear import multiply, multiply_few, quantise_rows
+    from services.worker.engine.kernels.gpu.fp8_linear import multiply, multiply_few
+    from services.worker.engine.kernels.gpu.fp8_rows import quantise_rows
     from services.worker.engine.kernels.gpu.kernels import GpuKernels
 
     def library_product(layer: Layer, weight: torch.Tensor) -> Multiply:
         matrix = quantise(weight)
-        return lambda inputs: multiply(inputs, matrix, None)
+        return lambda inputs: multiply(quantise_rows(inputs), matrix, None, inputs.dtype)
 
     def small_product(layer: Layer, weight: torch.Tensor) -> Multiply:
         matrix = quantise(weight)
-        return lambda inputs: multiply_few(inputs, matrix, None, inputs.new_empty(inputs.shape[0], layer.outputs))
+
+        def run(inputs: torch.Tensor) -> torch.Tensor:
+            outputs = inputs.new_empty(inputs.shape[0], layer.outputs)
+            multiply_few(quantise_rows(inputs), matrix, None, outputs)
+            return outputs
+
+        return run
 
     def fast_product(layer: Layer, weight: torch.Tensor) -> Multiply:
         matrix = quantise(weight)
