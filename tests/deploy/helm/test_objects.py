@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import kubernetes_validate
+import kubernetes_validate.utils
 import pytest
 import yaml
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
 
 CRDS = Path(__file__).parent / "crds"
+# Parsing a schema takes ten times as long as checking an object against it.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 # The oldest version that the chart says it supports, and a recent one.
 KUBERNETES = ("1.30", "1.36")
 every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
