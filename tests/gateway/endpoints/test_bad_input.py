@@ -16,9 +16,16 @@ JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
-@pytest.fixture
-def gateway() -> FakedGateway:
+@pytest.fixture(scope="module")
+def built() -> FakedGateway:
+    """A gateway for all tests of this file: to build its routes takes longer than to ask it."""
     return gateway_saying("x")
+
+
+@pytest.fixture
+def gateway(built: FakedGateway) -> FakedGateway:
+    built.pipeline.submitted.clear()
+    return built
 
 
 async def test_without_a_credential_nothing_of_a_body_is_read(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from common.requests import ChatPrompt
 from common.types import FinishReason, ReasoningStyle, ToolStyle
-from tests.fakes.pipeline import CARD, LENGTH, FakeModel, logprob, says
+from tests.fakes.pipeline import CARD, LENGTH, FakeModel, FakePipeline, logprob, says
 from tests.gateway.listening import listening
-from tests.gateway.support import FakedGateway, error_of, events, faked
+from tests.gateway.support import FakedGateway, error_of, events
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +32,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 def gateway_of(words: Sequence[str], style: ToolStyle | None = ToolStyle.HERMES, **card: Any) -> FakedGateway:
-    gateway = faked(says(*words))
     model = FakeModel(dataclasses.replace(CARD, tool_style=style, **card))
-    return FakedGateway(gateway.pipeline, model=model)
+    return FakedGateway(FakePipeline(says(*words)), model=model)
 
 
 async def chunks_of(gateway: FakedGateway, **fields: Any) -> list[dict[str, Any]]:
