@@ -14,7 +14,7 @@ from common.types import Subject
 from gateway.answer_records.memory_records import MemoryRecords
 from gateway.answer_records.records import NewRecord, Writing, record_name
 
-ROOM = 2 * 1024 * 1024
+ROOM = 1024 * 1024
 ANN = Subject("acme", "user/ann")
 
 
