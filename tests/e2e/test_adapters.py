@@ -151,7 +151,10 @@ def test_what_cannot_be_loaded_is_refused_and_the_rest_serves_on(
     assert serves(served_adapters)
 
 
-@pytest.mark.parametrize("name", ["worker", "scheduler", "tokenizer", "detokenizer"])
+@pytest.mark.parametrize(
+    "name",
+    ["worker", "scheduler", *(pytest.param(name, marks=pytest.mark.extended) for name in ("tokenizer", "detokenizer"))],
+)
 def test_an_answer_goes_on_with_the_same_tokens_when_a_service_dies(served_adapters: Served, name: str) -> None:
     wait_until(lambda: serves(served_adapters), RECOVERY_S)
     wanted = tokens_of(served_adapters, "tiny:first", tokens=400)

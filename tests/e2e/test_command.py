@@ -159,6 +159,7 @@ def test_a_chat_template_replaces_the_models_own(tmp_path: Path, runtime: dict[s
     assert up.end() == 0
 
 
+@pytest.mark.extended
 def test_a_broken_chat_template_ends_it_with_the_reason(tmp_path: Path, runtime: dict[str, str]) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{% for message in messages %}\n{{ message.content }}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
+pytestmark = pytest.mark.extended
 PROMPT = "The lighthouse keeper wrote in his diary that night: " * 6
 
 

@@ -103,6 +103,7 @@ def test_pando_up_downloads_continues_and_serves(
     assert not any("pytorch_model.bin" in path for path in hub.paths)
 
 
+@pytest.mark.extended
 def test_ranks_and_tokenizer_that_download_at_once_fetch_each_file_once(
     hub: FakeHub, client: HubClient, published: Path, run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_stages_with_a_cache_in_common_fetch_each_file_once(
     assert dict(hub.requests) == dict.fromkeys(set.union(*files_of_stages(divided)), 1)
 
 
+@pytest.mark.extended
 def test_stages_on_hosts_of_their_own_fetch_their_parts(
     hub: FakeHub, client: HubClient, divided: Path, run_root: Path
 ) -> None:

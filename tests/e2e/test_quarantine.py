@@ -58,7 +58,7 @@ def read_stream(served: Served, seed: int, begun: threading.Barrier | None = Non
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"], tokens
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.extended)])
 def test_a_request_that_ends_the_engine_gets_an_error_and_no_stream_beside_it_is_lost(
     fragile: Served, how: str
 ) -> None:

@@ -112,7 +112,11 @@ def test_an_answer_to_a_later_turn_of_a_session_goes_on_after_its_scheduler_s_de
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("scheduler", "worker") else pytest.param(name, marks=pytest.mark.soak) for name in SERVICES],
+    [
+        "worker",
+        pytest.param("scheduler", marks=pytest.mark.extended),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("gateway", "tokenizer", "detokenizer")),
+    ],
 )
 def test_the_real_model_answers_again_and_rightly(served: Served, name: str) -> None:
     kill_and_wait_until_replaced(served, name)

@@ -43,7 +43,7 @@ REQUESTS: list[dict[str, Any]] = [
     },
     {"messages": [{"role": "user", "content": "Count to 100."}], "temperature": 0.3, "seed": 2, "logprobs": True},
 ]  # fmt: skip
-TOKENS = 150
+TOKENS = 80
 
 
 @pytest.fixture(scope="module")

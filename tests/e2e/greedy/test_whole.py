@@ -47,8 +47,9 @@ def whole(run_root: Path) -> Iterator[Served]:
     yield from serve_rows(run_root, max_step_tokens=4096)
 
 
-def test_alone(whole: Served) -> None:
-    check_alone(whole, SHORT[::2])
+@pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_alone(whole: Served, first: int) -> None:
+    check_alone(whole, SHORT[first::4])
 
 
 def test_sixteen_together_with_cold_and_with_cached_prompts(whole: Served) -> None:
