@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 import shutil
@@ -150,7 +149,7 @@ def running(objects: list[Manifest]) -> list[Running]:
         sidecars = [item for item in template["spec"].get("initContainers", []) if item.get("restartPolicy")]
         for item in [*template["spec"]["containers"], *sidecars]:
             file = _mounted_settings(objects, template, item)
-            settings = _with_variables(file, item["env"], f"{workload['metadata']['name']}-0")
+            settings = _settings(json.dumps([file, item["env"], f"{workload['metadata']['name']}-0"]))
             found.append(Running(item["name"], workload, template, item, settings))
     # Tests look at each of them, and there is no release without these.
     assert {"gateway", "tokenizer", "scheduler", "worker", "detokenizer"} <= {each.service for each in found}
@@ -214,9 +213,15 @@ def mounted_secret(each: Running, setting: SecretStr | None) -> tuple[str, str]:
     return volumes[mounts[directory]]["secret"]["secretName"], key
 
 
-def _with_variables(file: Manifest, variables: list[Manifest], pod: str) -> Settings:
+@cache
+def _settings(text: str) -> Settings:
+    """Return the settings of a process from JSON of its file, variables and pod's name: many tests read the same."""
+    file, variables, pod = json.loads(text)
+    return _with_variables(file, variables, pod)
+
+
+def _with_variables(merged: Manifest, variables: list[Manifest], pod: str) -> Settings:
     """Return the settings of a process: the file's, and over them those of its environment."""
-    merged = copy.deepcopy(file)
     for variable in variables:
         *sections, field = variable["name"].removeprefix("PANDO_").lower().split("__")
         if sections and variable["name"].startswith("PANDO_"):
