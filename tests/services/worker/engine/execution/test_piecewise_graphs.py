@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.steps import EngineCapacity, WindowPool
 from services.worker.engine.encoder.config import EncoderActivation
@@ -76,6 +78,52 @@ class SeeingStandIn(StandIn):
         for layer in range(batch.images.deep_layers):
             batch.images.deepen(hidden, layer)
         return hidden[batch.sample_indices]
+
+
+class RecordedGraph:
+    """Stands in for a `torch.cuda.CUDAGraph`: calls the recorded operations again, on the same memory."""
+
+    def __init__(self) -> None:
+        self._recording = _Recording()
+
+    def capture_begin(self, **_options: object) -> None:
+        self._recording.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def capture_end(self) -> None:
+        self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def replay(self) -> None:
+        for function, args, kwargs, recorded in self._recording.calls:
+            made = function(*args, **kwargs)
+            # Views and changed arguments are where they were.
+            if isinstance(made, torch.Tensor) and made.data_ptr() != recorded.data_ptr():
+                recorded.copy_(made)
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, made))
+        return made
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes be captured on a CPU."""
+    stream = SimpleNamespace(wait_stream=lambda _other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    # Memory of a graph on a CPU stays its own.
+    monkeypatch.setattr("services.worker.engine.execution.piecewise_graphs._unowned", lambda tensor: tensor)
 
 
 def live_batch(tokens: int, samples: list[int]) -> ForwardBatch:
@@ -148,6 +196,26 @@ def test_images_of_a_pass_take_their_places_and_those_of_others_do_not_stay(deep
         hidden = one.hidden_states(seeing)
         assert hidden[:, 0].tolist() == [50.0, 1.0 + added, 52.0, 2.0 + added, 54.0]
         assert one.hidden_states(batch)[:, 0].tolist() == [50.0, 51.0, 52.0, 53.0, 54.0]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("deep_layers", [(), (0, 2)])
+def test_graphs_are_replayed_around_what_is_done_with_images(deep_layers: tuple[int, ...]) -> None:
+    runner: Any = SeeingStandIn(deep_layers=deep_layers)
+    captured, alone = (PiecewiseGraph(SIZE, runner, runner) for _ in range(2))
+    captured.capture(None)
+    assert len(captured._graphs) == 2 + len(deep_layers)
+    text = live_batch(5, [0, 1, 3, 4])
+    deep = tuple(torch.full((2, 4), 10.0 ** (i + 1)) for i in range(len(deep_layers)))
+    images = PlacedImages(torch.tensor([1, 3]), torch.tensor([[1.0] * 4, [2.0] * 4]), deep)
+    seeing = replace(text, images=images, coordinates=AXES)
+    made = []
+    for batch in (seeing, text, replace(live_batch(9, [1, 8]), coordinates=torch.ones(3, 9).long()), seeing):
+        hidden = captured.hidden_states(batch)
+        assert torch.equal(hidden, alone.hidden_states(batch))
+        made.append(hidden.tolist())
+    assert made[0] == made[3]
+    assert made[0] != made[1]
 
 
 def test_capture_sizes_are_bounded_by_the_step_size() -> None:
