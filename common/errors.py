@@ -25,6 +25,13 @@ class PandoError(Exception):
         return RequestFailure(self.code, self.message, self.param, self.retryable, self.retry_after_ms)
 
 
+class BrokenStateError(Exception):
+    """A defect has left the process's own state half changed, so it must end; its cause is the defect.
+
+    Whatever handles the defects of one peer's messages, or of one task, raises it again.
+    """
+
+
 class InvalidRequestError(PandoError):
     """A field is missing, malformed or out of range."""
 

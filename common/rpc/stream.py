@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from common.errors import UnavailableError
+from common.errors import BrokenStateError, UnavailableError
 from common.logs import get_logger
 from common.rpc.handshake import check_server, own_build
 from common.rpc.options import CONNECT_TIMEOUT_MS
@@ -82,7 +82,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
     repeat messages that were sent but not answered. The callbacks run on the event loop and must not block.
 
     The stream also breaks if messages were lost or cannot be read, or if the peer is silent; the connection is replaced
-    then.
+    then. A `BrokenStateError` of `on_message` ends `run`.
     """
 
     def __init__(
@@ -196,6 +196,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
             return str(error)
         except grpc.RpcError as error:
             return describe(error)
+        except BrokenStateError:
+            raise
         except Exception as error:  # noqa: BLE001  (without TLS, a bit may flip in any field)
             self._log.exception("link.unreadable", link=self.name)
             self._source.renew()

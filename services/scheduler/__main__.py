@@ -27,6 +27,7 @@ from services.scheduler.audit_desk import CallerActs
 from services.scheduler.content.desk import ContentChecker, ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
+from services.scheduler.defects import begin_again
 from services.scheduler.disaggregation.prefill_client import PrefillClient
 from services.scheduler.disaggregation.prefill_server import PrefillServer
 from services.scheduler.encoder_desk import EncoderDesk
@@ -99,7 +100,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         settings.scheduler.prefill_min_tokens,
     )
     works = [
-        group.run(), outlets.run(), loop.run(), waker.run(), loop.prefills.run(),
+        group.run(), outlets.run(), loop.run(), begin_again("sleep", waker.run), loop.prefills.run(),
         *use_encoders(settings.scheduler, security, loop, group),
         *publish_kv_events(settings, loop, fleet[1] if fleet else None),
     ]  # fmt: skip

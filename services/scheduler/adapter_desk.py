@@ -11,6 +11,7 @@ from common.errors import ConfigurationError, InvalidRequestError, PandoError, U
 from common.logs import get_logger
 from common.types import ErrorCode
 from services.scheduler.adapter_manifest import AdapterManifest
+from services.scheduler.defects import changing_state
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -140,8 +141,9 @@ class AdapterDesk:
             return
         async with self._changing:
             for digest in [digest for digest in self._retired if not core.uses_adapter(digest)]:
-                del self._retired[digest]
-                core.adapters.drop(digest)
+                with changing_state():
+                    del self._retired[digest]
+                    core.adapters.drop(digest)
                 try:
                     await asyncio.gather(*(rank.drop_adapter(digest=digest) for rank in self._ranks()))
                 except PandoError as error:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
-from common.errors import PandoError, UnavailableError
+from common.errors import BrokenStateError, PandoError, UnavailableError
 from common.logs import get_logger
 from services.scheduler import metrics
 from services.scheduler.cache.encoder_outputs import OutputState
+from services.scheduler.defects import begin_again, changing_state, note_defect
 from services.scheduler.group import GroupState
 from services.scheduler.rank import CONNECT_TIMEOUT_S, RankConnection, RankLostError
 
@@ -81,6 +83,8 @@ class EncoderDesk:
         self._step_embeddings = step_embeddings
         self._timeout_s = timeout_s
         self._calls: set[asyncio.Task[None]] = set()
+        # Of calls, for `run` to raise.
+        self._failures: asyncio.Queue[BrokenStateError] = asyncio.Queue()
         # The group's configuration, and that of encoders for it.
         self._group_spec = group.spec
         self._spec = encoder_spec(group.spec)
@@ -101,12 +105,16 @@ class EncoderDesk:
         """Own the connections and calls until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._raise_failures())
                 for encoder in self._encoders:
-                    tasks.create_task(self._keep(encoder))
+                    tasks.create_task(begin_again("encoders", partial(self._keep, encoder)))
         finally:
             for call in self._calls:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _raise_failures(self) -> NoReturn:
+        raise await self._failures.get()
 
     def _serving(self) -> list[_Encoder]:
         wanted = self._wanted()
@@ -129,8 +137,14 @@ class EncoderDesk:
         try:
             if encoder is not None:
                 is_kept = await self._encode(encoder, encoding)
+        except Exception:  # noqa: BLE001  (the image is left to the workers)
+            note_defect("encoders")
         finally:
-            core.memory.images.encodings.finish(encoding, is_kept=is_kept)
+            try:
+                with changing_state():
+                    core.memory.images.encodings.finish(encoding, is_kept=is_kept)
+            except BrokenStateError as error:
+                self._failures.put_nowait(error)
             self._loop.wake()
 
     async def _encode(self, encoder: _Encoder, encoding: Encoding) -> bool:

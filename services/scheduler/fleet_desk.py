@@ -21,6 +21,7 @@ import orjson
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from common.errors import BrokenStateError
 from common.fleet.names import routing_digest
 from common.fleet.state import (
     START,
@@ -35,6 +36,7 @@ from services.scheduler import metrics
 from services.scheduler.cache.config import PrivacyProfile
 from services.scheduler.cache.sharing.counters import WindowCounts
 from services.scheduler.cache.sharing.fleet import FleetNews, ProbeCounts
+from services.scheduler.defects import MAX_PAUSE_S, changing_state, note_defect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -106,6 +108,8 @@ class FleetDesk:
         self._cipher = AESGCM(keys.sealing)
         self._log = get_logger("fleet")
         self._is_away: str | None = ""
+        # Until the next exchange: longer after defects.
+        self._pause_s = POLL_INTERVAL_S
         self._outbox = _Outbox()
         # Facts of this group, to be published again if the server has lost its data.
         self._published: deque[bytes] = deque(maxlen=_KEPT)
@@ -138,35 +142,60 @@ class FleetDesk:
         try:
             while True:
                 await self.poll()
-                await asyncio.sleep(POLL_INTERVAL_S)
+                await asyncio.sleep(self._pause_s)
         finally:
             await self._state.close()
 
     async def poll(self) -> None:
-        """Send and receive once; if the server does not answer, keep what has to be sent."""
+        """Send and receive once; if the server does not answer, keep what has to be sent.
+
+        Raises:
+            BrokenStateError: the cache is half changed, or lacks a decision of another group.
+        """
         cache = self._find_cache()
         if cache is None:
             return
         if cache is not self._cache:
             self._begin(cache)
-        self._collect(cache.take_report(), cache.epoch)
         try:
+            self._collect(cache)
             await self._exchange(cache)
         except (FleetStateAwayError, FleetRulesError) as error:
-            self._note_away(cache, error)
+            self._note_away(cache, str(error))
+        except BrokenStateError:
+            raise
+        except Exception as error:  # noqa: BLE001  (requests go on, by this group's own evidence)
+            self._begin_again(cache, error)
         else:
+            self._pause_s = POLL_INTERVAL_S
             self._note_answer(cache)
+
+    def _begin_again(self, cache: PrefixCache, error: Exception) -> None:
+        """After a defect, behave as if the server had been away: read all facts again, and keep the decisions to send.
+
+        Evidence is dropped, as it may be what has led to the defect; without it, a prompt is shared later.
+        """
+        note_defect("fleet")
+        self._outbox.claims.clear()
+        self._outbox.uses.clear()
+        self._prefixes.clear()
+        self._new = []
+        self._windows = 0, []
+        self._position = START
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        self._note_away(cache, f"a defect: {type(error).__name__}")
 
     # --- availability ---
 
-    def _note_away(self, cache: PrefixCache, error: Exception) -> None:
+    def _note_away(self, cache: PrefixCache, reason: str) -> None:
         metrics.FLEET_CONNECTED.set(0)
-        if self._is_away != str(error):
-            self._is_away = str(error)
-            self._log.error("fleet.away", reason=str(error))
+        if self._is_away != reason:
+            self._is_away = reason
+            self._log.error("fleet.away", reason=reason)
         if not self._is_alone and cache.epoch - self._answered_epoch > LEASE_EPOCHS:
             self._is_alone = True
-            cache.learn(FleetNews(is_alone=True))
+            with changing_state():
+                cache.learn(FleetNews(is_alone=True))
             for entry in self._prefixes.values():
                 entry.shared = 0
             self._log.warning("fleet.alone", epochs=cache.epoch - self._answered_epoch)
@@ -180,14 +209,20 @@ class FleetDesk:
 
     # --- sending ---
 
-    def _collect(self, report: FleetReport, epoch: int) -> None:
+    def _collect(self, cache: PrefixCache) -> None:
         """Move a cache's report to the outbox."""
-        # A demotion ends the quarantines that led to it.
-        for quarantine in report.quarantines:
-            self._outbox.facts.append(self._seal_fact(FleetNews(quarantines=(quarantine,))))
-        for demotion in report.demotions:
-            self._outbox.facts.append(self._seal_fact(FleetNews(demotions=(demotion,))))
-        self._outbox.revocations.extend(report.revocations)
+        # Decisions that the other groups did not get would be as bad as a cache that is half changed.
+        with changing_state():
+            report, epoch = cache.take_report(), cache.epoch
+            # A demotion ends the quarantines that led to it.
+            for quarantine in report.quarantines:
+                self._outbox.facts.append(self._seal_fact(FleetNews(quarantines=(quarantine,))))
+            for demotion in report.demotions:
+                self._outbox.facts.append(self._seal_fact(FleetNews(demotions=(demotion,))))
+            self._outbox.revocations.extend(report.revocations)
+        self._note_evidence(report, epoch)
+
+    def _note_evidence(self, report: FleetReport, epoch: int) -> None:
         revoked = {revocation.scope for revocation in report.revocations}
         for entry in self._prefixes.values():
             if (entry.tenant,) in revoked:
@@ -209,15 +244,12 @@ class FleetDesk:
             self._report_again()
             self._position, self._incarnation = START, incarnation
         await self._send(cache.epoch)
-        news = await self._receive(cache)
-        news.append(FleetNews(probes=await self._count_windows(cache.epoch)))
+        await self._receive(cache)
+        _learn(cache, FleetNews(probes=await self._count_windows(cache.epoch)))
         # All prefixes once in each epoch, and new ones at once.
         is_new_epoch, self._looked_at = self._looked_at != cache.epoch, cache.epoch
         entries = list(self._prefixes.values()) if is_new_epoch else self._new
-        news.append(FleetNews(shared=await self._look_up(entries)))
-        for one in news:
-            if one.shared or one.demotions or one.quarantines or one.probes:
-                cache.learn(one)
+        _learn(cache, FleetNews(shared=await self._look_up(entries)))
 
     def _report_again(self) -> None:
         """Prepare to send what a server without data has to know."""
@@ -333,25 +365,27 @@ class FleetDesk:
 
     # --- receiving ---
 
-    async def _receive(self, cache: PrefixCache) -> list[FleetNews]:
-        """Apply other groups' pins; return other groups' facts that this one does not have yet."""
+    async def _receive(self, cache: PrefixCache) -> None:
+        """Apply other groups' pins, and at once those of their facts that this one does not have yet."""
         await self._receive_pins(cache)
-        self._position, sealed = await self._state.read(self._position)
-        news = []
+        position, sealed = await self._state.read(self._position)
         for one in sealed:
             opened = self._open(one)
             if opened is None:
                 continue
             try:
                 fact = orjson.loads(opened)
-                if fact["id"] not in self._seen:
-                    self._seen[fact["id"]] = None
-                    news.append(FleetNews.from_description(fact["news"]))
+                identity, news = fact["id"], FleetNews.from_description(fact["news"])
             except (KeyError, TypeError, ValueError):
                 self._log.exception("fleet.fact_unreadable")
+                continue
+            if identity not in self._seen:
+                # Before anything else is asked of the server, which may not answer: none is read a second time.
+                _learn(cache, news)
+                self._seen[identity] = None
+        self._position = position
         while len(self._seen) > 4 * _KEPT:
             self._seen.popitem(last=False)
-        return news
 
     async def _receive_pins(self, cache: PrefixCache) -> None:
         names = await self._state.pin_names()
@@ -360,10 +394,12 @@ class FleetDesk:
             packed = None if sealed is None else self._open(sealed)
             if packed is not None:
                 token_ids = np.frombuffer(zlib.decompress(packed), "<i4").astype(np.int32)
-                self._pins[name] = token_ids
-                cache.pin(token_ids)
+                with changing_state():
+                    self._pins[name] = token_ids
+                    cache.pin(token_ids)
         for name in self._pins.keys() - names:
-            cache.unpin(self._pins.pop(name))
+            with changing_state():
+                cache.unpin(self._pins.pop(name))
 
     async def _look_up(self, entries: Sequence[_Prefixes]) -> tuple[tuple[str, bytes], ...]:
         """Return the prefixes in `entries` that the fleet has begun to share."""
@@ -401,3 +437,9 @@ class FleetDesk:
         except (InvalidTag, ValueError):
             self._log.error("fleet.fact_forged")
             return None
+
+
+def _learn(cache: PrefixCache, news: FleetNews) -> None:
+    if news.shared or news.demotions or news.quarantines or news.probes:
+        with changing_state():
+            cache.learn(news)

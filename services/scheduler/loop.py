@@ -23,6 +23,7 @@ from services.scheduler.cache_meter import CacheMeter
 from services.scheduler.core.costs import OperationTimes
 from services.scheduler.core_assembler import CoreAssembler
 from services.scheduler.core_meter import CoreMeter
+from services.scheduler.defects import begin_again, changing_state
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
 from services.scheduler.memory_checks import MemoryChecks
@@ -452,7 +453,8 @@ class SchedulerLoop:
         if self.core is None:
             return
         for choice in ended:
-            self.core.end_silently(choice.handle, choice.completion_tokens)
+            with changing_state():
+                self.core.end_silently(choice.handle, choice.completion_tokens)
         self._wake.set()
 
     def on_outlet_connected(self) -> None:
@@ -554,7 +556,7 @@ class SchedulerLoop:
         """Free the memory of unused adapters; apart from housekeeping, as workers may take seconds to answer."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
-            await self.adapters.tidy()
+            await begin_again("adapters", self.adapters.tidy)
 
     def _expire_while_asleep(self, core: SchedulerCore) -> None:
         """End requests that have waited too long for the workers to be woken."""

@@ -190,6 +190,11 @@ STORAGE_SKIPPED_TOKENS_TOTAL = Counter(
     "pando_scheduler_storage_skipped_tokens_total",
     "Tokens that were not looked up in storage, as computing them was faster than reading.",
 )
+DEFECTS_TOTAL = Counter(
+    "pando_scheduler_defects_total",
+    "Exceptions that nothing expects, by the part of the scheduler whose work has begun again; the log has each.",
+    ["part"],
+)
 FLEET_CONNECTED = Gauge(
     "pando_scheduler_fleet_connected",
     "1 while evidence is counted together with the other groups; 0 also without fleet.state.",

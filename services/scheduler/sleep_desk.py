@@ -12,6 +12,7 @@ from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.steps import SleepPart
 from services.scheduler import metrics
+from services.scheduler.defects import changing_state
 from services.scheduler.group import GroupState
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class SleepDesk:
                 self._loop.wake()
                 await self._until(lambda: core.is_at_rest and not loads.is_copying)
             freed = await self._group.sleep(level, keeps_host_pages=keep_cache)
-            core.give_back_memory(keeps_host=keep_cache)
+            with changing_state():
+                core.give_back_memory(keeps_host=keep_cache)
         finally:
             self._loop.hold_new(held=False)
             self._loop.hold_all(held=False)

@@ -13,6 +13,7 @@ from common.child_process import ChildProcess
 from common.errors import ConfigurationError
 from common.logs import get_logger
 from services.scheduler import metrics
+from services.scheduler.defects import begin_again, changing_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +53,7 @@ class ContentDesk:
         self._complaint: str | None = None
         self._log = get_logger("content")
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
         """Check candidates until cancelled.
 
         Raises:
@@ -64,24 +65,29 @@ class ContentDesk:
             if problem is not None:
                 raise ConfigurationError(f"scheduler.content_check.enabled: {problem}")
             self._note_rules(first)
-            looked_at = time.monotonic()
-            while True:
-                self._take()
-                if len(self._waiting):
-                    await self._examine(*self._waiting.take())
-                elif time.monotonic() - looked_at >= LOOK_S:
-                    self._note_rules(await self._checker.look())
-                    looked_at = time.monotonic()
-                else:
-                    await asyncio.sleep(POLL_S)
+            await begin_again("content check", self._check)
         finally:
             await self._checker.close()
+
+    async def _check(self) -> NoReturn:
+        looked_at = time.monotonic()
+        while True:
+            self._take()
+            if len(self._waiting):
+                await self._examine(*self._waiting.take())
+            elif time.monotonic() - looked_at >= LOOK_S:
+                self._note_rules(await self._checker.look())
+                looked_at = time.monotonic()
+            else:
+                await asyncio.sleep(POLL_S)
 
     def _take(self) -> None:
         cache = self._cache()
         if cache is None:
             return
-        for candidate in cache.take_candidates():
+        with changing_state():
+            candidates = cache.take_candidates()
+        for candidate in candidates:
             if not self._waiting.add(cache, candidate):
                 self._count("failed")
 
@@ -100,7 +106,8 @@ class ContentDesk:
         if answer.rule is not None:
             metrics.CONTENT_FINDINGS_TOTAL.labels(answer.rule).inc()
             self._log.info("content.vetoed", rule=answer.rule, tokens=tokens, allowed_tokens=answer.allowed_tokens)
-        cache.resolve(candidate.candidate_id, answer.allowed_tokens)
+        with changing_state():
+            cache.resolve(candidate.candidate_id, answer.allowed_tokens)
 
     def _count(self, outcome: str) -> None:
         self.verdicts[outcome] = self.verdicts.get(outcome, 0) + 1

@@ -15,6 +15,7 @@ from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
+from services.scheduler.defects import note_defect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,7 @@ class PrefillClient:
         try:
             reason = await self._ask(core, sequence, fetch)
         except Exception as error:  # noqa: BLE001  (the request must not wait for a call that has ended)
-            self._log.exception("prefill.defect", group=group)
+            note_defect("prefills")
             reason = type(error).__name__
         if reason:
             self.failed += 1

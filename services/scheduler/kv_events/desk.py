@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
 from services.scheduler import metrics
+from services.scheduler.defects import begin_again
 from services.scheduler.event_backlog import EventBacklog
 from services.scheduler.kv_events.blocks import BlockIndex, UnknownParentError
 from services.scheduler.kv_events.messages import AllBlocksCleared, KVEventBatch, encode
@@ -45,13 +47,13 @@ class KVEventDesk:
         """Publish until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._publisher.serve_replays())
+                tasks.create_task(begin_again("kv events", self._publisher.serve_replays))
                 while True:
                     cache = self._find_cache()
                     if cache is None:
                         await asyncio.sleep(INTERVAL_S)
                     else:
-                        await self._follow(cache)
+                        await begin_again("kv events", partial(self._follow, cache))
         finally:
             self._publisher.close()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 import pytest
 
-from common.errors import UnavailableError
+from common.errors import BrokenStateError, UnavailableError
 from common.rpc.channel import open_channel, renew
 from common.rpc.server import RpcServer
 from common.rpc.stream import MAX_PAUSE_S, MessageNumbers, Silence, StreamLink, StreamSource, accept_stream
@@ -67,6 +67,8 @@ class Link:
     def _on_message(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
         if any(admission.request_id == "unreadable" for admission in message.admissions):
             raise ValueError("no such enum value")
+        if any(admission.request_id == "breaking" for admission in message.admissions):
+            raise BrokenStateError("half changed")
         self.received.extend(admission.request_id for admission in message.admissions)
 
     def _on_connected(self) -> None:
@@ -142,6 +144,17 @@ async def test_a_message_that_cannot_be_read_breaks_the_stream_and_another_follo
     link.send("after")
     await until(lambda: link.received == ["after"])
     await server.stop(0)
+
+
+async def test_a_message_that_leaves_the_process_half_changed_ends_the_link(tmp_path: Path) -> None:
+    async with open_channel(f"unix:{tmp_path}/echo.sock") as channel:
+        link, server = Link(channel), await start_echo(tmp_path)
+        running = asyncio.create_task(link.link.run())
+        await until(lambda: link.connections == 1)
+        link.send("breaking")
+        with pytest.raises(BrokenStateError):
+            await running
+        await server.stop(0)
 
 
 async def test_a_link_opens_again_if_another_user_closes_the_channel_while_it_connects(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -12,8 +13,10 @@ import zmq.asyncio
 
 from common.errors import ConfigurationError
 from common.fleet.names import FleetKeys
+from services.scheduler import defects
 from services.scheduler.event_backlog import EventBacklog
 from services.scheduler.kv_events import desk as desk_module
+from services.scheduler.kv_events.blocks import BlockIndex
 from services.scheduler.kv_events.desk import KVEventDesk
 from services.scheduler.kv_events.messages import MEDIUM_DEVICE, AllBlocksCleared, BlockStored, decode
 from services.scheduler.kv_events.publisher import END, KVEventPublisher
@@ -113,6 +116,18 @@ async def test_lost_events_lead_to_a_new_description(scene: Scene, monkeypatch: 
     for token in range(1, 9):
         driver.serve(ANN, [token] * 4)
     await until(lambda: scene.reader.clearings == 2)
+    await scene.agree(driver)
+
+
+async def test_a_defect_leads_to_a_new_description(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defects, "FIRST_PAUSE_S", 0.0)
+    driver = Driver()
+    scene.cache = driver.cache
+    await until(lambda: scene.reader.clearings == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockIndex, "apply", Mock(side_effect=KeyError("no such block")))
+        driver.serve(ANN, [1, 2, 3, 4])
+        await until(lambda: scene.reader.clearings >= 2)
     await scene.agree(driver)
 
 
