@@ -58,7 +58,7 @@ class MemoryChecks:
             core.memory.repair_snapshots()
 
     def _check_pages(self) -> None:
-        """Check the accounting of pages; leaked ones are freed once no row runs."""
+        """Check the accounting of pages; leaked ones are freed once no row runs, and no other group reads pages."""
         core = self._core
         accounts = core.memory.account(core.rows)
         for state in STATES:
@@ -70,9 +70,9 @@ class MemoryChecks:
         self._log.error(
             "memory.leak", leaked=[str(fault) for fault in report.leaked], dangling=[str(f) for f in report.dangling]
         )
-        if not core.rows.running:
+        # A lease keeps its pages until its readers have ended, whatever the accounting says.
+        if not core.rows.running and not len(core.exports):
             core.sessions.lose_pins()
-            core.exports.lose_all()
             self._log.warning("memory.repaired", freed_pages=core.memory.repair())
 
     def _check_invariants(self) -> None:

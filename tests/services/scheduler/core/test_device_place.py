@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from common.transfers import TransferDirection
@@ -251,6 +252,24 @@ def test_repairing_a_leak_spares_the_pages_of_prompts_that_arrive() -> None:
     offer(fetch)
     finish(harness, "one")
     assert prefilled(harness) == len(PROMPT) - WHOLE_PAGES * PAGE
+
+
+def test_repairing_a_leak_waits_for_other_groups_that_read_pages() -> None:
+    harness = make_harness()
+    core, request = harness.core, make_request("one", PROMPT)
+    core.submit(request, 0.0)
+    harness.run()
+    pin = core.exports.pin(b"lease", request.view, request.token_ids, 0, None)
+    assert pin is not None
+    assert core.memory.try_allocate(2) is not None, "a leak: no table has these pages"
+    MemoryChecks(core).check()
+    assert (len(core.exports), core.memory.leaked_pages) == (1, 0)
+    core.memory.flush()
+    assert not np.any(core.memory.allocator.counts[pin.pages] == 0), "they may be read until the lease ends"
+    core.exports.release(b"lease")
+    MemoryChecks(core).check()
+    assert core.memory.leaked_pages == 2
+    harness.audit()
 
 
 def test_lost_workers_take_the_pages_with_them() -> None:
