@@ -44,6 +44,9 @@ ARRANGEMENTS = {
     "dense, prefill with two ranks": Arrangement("dense", groups=WIDE_PREFILL),
     "dense, decode with two ranks": Arrangement("dense", groups=WIDE_DECODE),
     "dense, two stages": Arrangement("dense", scheduler={"pipeline_parallel": 2}, is_exact=True),
+    "dense, two stages, prefill and decode apart": Arrangement(
+        "dense", scheduler={"pipeline_parallel": 2}, groups=DIVIDED, is_exact=True
+    ),
     "dense, tensor parallel": Arrangement("dense", ranks=2),
     "dense, tensor parallel in two stages": Arrangement("dense", 2, {"pipeline_parallel": 2}),
     "mixture, prefill and decode apart": Arrangement("mixture", groups=DIVIDED, is_exact=True),
