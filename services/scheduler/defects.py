@@ -12,6 +12,7 @@ from services.scheduler import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from typing import NoReturn
 
 # Pause before work that has failed begins again; it doubles while the work fails at once.
 FIRST_PAUSE_S = 0.5
@@ -31,6 +32,31 @@ def changing_state() -> Iterator[None]:
         raise
     except Exception as error:
         raise BrokenStateError("a change of the scheduler's state was interrupted") from error
+
+
+class BrokenStates:
+    """Has a change that was interrupted end the service, wherever it was made: within a call of a peer, or a task."""
+
+    def __init__(self) -> None:
+        self._errors: asyncio.Queue[BrokenStateError] = asyncio.Queue()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the core or the cache as within `changing_state`; `watch` raises the error, too."""
+        try:
+            with changing_state():
+                yield
+        except BrokenStateError as error:
+            self._errors.put_nowait(error)
+            raise
+
+    async def watch(self) -> NoReturn:
+        """Raise the first error.
+
+        Raises:
+            BrokenStateError: a change was interrupted.
+        """
+        raise await self._errors.get()
 
 
 def note_defect(part: str) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
-from common.errors import BrokenStateError, PandoError, UnavailableError
+from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
 from services.scheduler import metrics
 from services.scheduler.cache.encoder_outputs import OutputState
-from services.scheduler.defects import begin_again, changing_state, note_defect
+from services.scheduler.defects import BrokenStates, begin_again, note_defect
 from services.scheduler.group import GroupState
 from services.scheduler.rank import CONNECT_TIMEOUT_S, RankConnection, RankLostError
 
@@ -83,8 +83,7 @@ class EncoderDesk:
         self._step_embeddings = step_embeddings
         self._timeout_s = timeout_s
         self._calls: set[asyncio.Task[None]] = set()
-        # Of calls, for `run` to raise.
-        self._failures: asyncio.Queue[BrokenStateError] = asyncio.Queue()
+        self._broken = BrokenStates()
         # The group's configuration, and that of encoders for it.
         self._group_spec = group.spec
         self._spec = encoder_spec(group.spec)
@@ -105,16 +104,13 @@ class EncoderDesk:
         """Own the connections and calls until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._raise_failures())
+                tasks.create_task(self._broken.watch())
                 for encoder in self._encoders:
                     tasks.create_task(begin_again("encoders", partial(self._keep, encoder)))
         finally:
             for call in self._calls:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
-
-    async def _raise_failures(self) -> NoReturn:
-        raise await self._failures.get()
 
     def _serving(self) -> list[_Encoder]:
         wanted = self._wanted()
@@ -140,11 +136,8 @@ class EncoderDesk:
         except Exception:  # noqa: BLE001  (the image is left to the workers)
             note_defect("encoders")
         finally:
-            try:
-                with changing_state():
-                    core.memory.images.encodings.finish(encoding, is_kept=is_kept)
-            except BrokenStateError as error:
-                self._failures.put_nowait(error)
+            with self._broken.changing():
+                core.memory.images.encodings.finish(encoding, is_kept=is_kept)
             self._loop.wake()
 
     async def _encode(self, encoder: _Encoder, encoding: Encoding) -> bool:

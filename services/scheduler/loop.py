@@ -23,7 +23,7 @@ from services.scheduler.cache_meter import CacheMeter
 from services.scheduler.core.costs import OperationTimes
 from services.scheduler.core_assembler import CoreAssembler
 from services.scheduler.core_meter import CoreMeter
-from services.scheduler.defects import begin_again, changing_state
+from services.scheduler.defects import BrokenStates, begin_again
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
 from services.scheduler.memory_checks import MemoryChecks
@@ -106,6 +106,8 @@ class SchedulerLoop:
         self._outlets: Outlets | None = None
         self._audit = audit or NoAudit()
         self._wake = asyncio.Event()
+        # Changes of the core that were interrupted, which end `run`.
+        self.broken = BrokenStates()
         self._recovery = GrammarRecovery(self.prepare, self._wake.set)
         self.adapters = AdapterDesk(
             settings.adapters,
@@ -270,7 +272,9 @@ class SchedulerLoop:
 
     def abort(self, request_id: RequestId) -> None:
         """Abort a request by its exact id; unknown ids are ignored."""
-        if self.core is not None and self.core.abort(request_id):
+        with self.broken.changing():
+            is_open = self.core is not None and self.core.abort(request_id)
+        if is_open:
             self._log.info("request.aborted", request_id=request_id)
             self._wake.set()
 
@@ -326,6 +330,7 @@ class SchedulerLoop:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._housekeep())
             tasks.create_task(self._keep_tidy())
+            tasks.create_task(self.broken.watch())
             while True:
                 await self._wake.wait()
                 self._wake.clear()
@@ -453,7 +458,7 @@ class SchedulerLoop:
         if self.core is None:
             return
         for choice in ended:
-            with changing_state():
+            with self.broken.changing():
                 self.core.end_silently(choice.handle, choice.completion_tokens)
         self._wake.set()
 

@@ -115,7 +115,7 @@ class PrefillServer:
 
     async def _release(self, lease: _Lease) -> None:
         if self._loop.core is lease.core:
-            lease.core.abort(lease.request.request_id)
+            self._loop.abort(lease.request.request_id)
         try:
             await lease.revoke(lambda: self._group.ranks)
         finally:

@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 
 from common.errors import BrokenStateError, ConfigurationError, UnavailableError
 from common.settings import SchedulerSettings, Settings
+from common.types import RequestId
 from services.scheduler.__main__ import engine_spec
 from services.scheduler.core.output import EndedChoice
 from services.scheduler.defects import begin_again, changing_state
@@ -18,7 +19,7 @@ from services.scheduler.encoder_desk import EncoderDesk
 from services.scheduler.loop import SchedulerLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 def counted(part: str) -> float:
@@ -83,12 +84,22 @@ def test_a_refusal_is_no_broken_state() -> None:
         raise UnavailableError("later")
 
 
-def test_a_defect_of_the_core_while_a_detokenizer_ends_a_choice_is_a_broken_state() -> None:
+CHANGES: dict[str, Callable[[SchedulerLoop], object]] = {
+    "end_silently": lambda loop: loop.on_choices_ended([EndedChoice(1, None)]),
+    "abort": lambda loop: loop.abort(RequestId("one")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_defect_of_the_core_ends_the_service_whichever_peer_has_led_to_it(change: str) -> None:
     loop, core = SchedulerLoop(SchedulerSettings()), MagicMock()
-    core.end_silently.side_effect = KeyError("row")
+    getattr(core, change).side_effect = KeyError("row")
     loop.core = core
     with pytest.raises(BrokenStateError):
-        loop.on_choices_ended([EndedChoice(1, None)])
+        CHANGES[change](loop)
+    with pytest.raises(ExceptionGroup) as raised:
+        await loop.run()
+    assert raised.group_contains(BrokenStateError)
 
 
 class Encodings:
