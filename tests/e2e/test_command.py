@@ -83,6 +83,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed]
 
 
+@pytest.mark.slow
 def test_up_shows_a_working_curl_command_and_ends_cleanly_after_open_streams_on_ctrl_c(
     up: Up, runtime: dict[str, str]
 ) -> None:

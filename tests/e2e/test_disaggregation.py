@@ -63,6 +63,7 @@ def is_quiet(served: Served, name: str) -> bool:
     return not busy and not now.leaked_pages and all(tier.protected_pages == 0 for tier in now.tiers)
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_in_one_group_and_answered_from_the_other(divided: Served, served: Served) -> None:
     expected = [served.complete(prompt(topic), 16) for topic in TOPICS]
     before = state(divided, DECODE).disaggregation

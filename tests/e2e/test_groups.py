@@ -31,6 +31,7 @@ def tier() -> Iterator[Tier]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_users_find_their_own_cache_again_and_both_groups_work(tier: Tier) -> None:
     # That all of them have one home is as likely as 1 : 2^19.
     users = [f"user-{number}" for number in range(20)]

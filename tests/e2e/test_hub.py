@@ -68,6 +68,7 @@ def ask(url: str, model: str) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_pando_up_downloads_continues_and_serves(
     hub: FakeHub, client: HubClient, published: Path, run_root: Path
 ) -> None:

@@ -31,6 +31,12 @@ TEMPLATE_TOKENS = 64
 SCHEDULER = SchedulerSettings(cache=CacheSettings(epoch_seconds=0.5, promotion_epochs=1000))
 # What a reverse proxy adds to what a client elsewhere asks.
 REMOTE = {"x-forwarded-for": "203.0.113.7"}
+# Where a client may write a name of its own.
+FIELDS = [
+    "user",
+    "session_id",
+    *(pytest.param(name, marks=pytest.mark.extended) for name in ("cache_salt", "prompt_cache_key")),
+]
 LIMITS = """
 [tenants.small]
 max_context = 100
@@ -188,7 +194,7 @@ def test_1_1_without_keys_only_a_local_chat_finds_its_earlier_turns(laptop: Serv
     assert found(laptop, None, elsewhere) == found(laptop, "", elsewhere) == 0
 
 
-@pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "cache_salt", "user"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_1_2_conversations_of_one_person_count_as_one_subject(guarded: Served, field: str) -> None:
     repositories = {stranger: text() for stranger in STRANGERS}
     for repository in repositories.values():
@@ -218,7 +224,7 @@ def test_1_2_sessions_of_an_anthropic_client_are_not_separate_subjects(guarded: 
         assert found_in_message(key, words, "session") < TEMPLATE_TOKENS
 
 
-@pytest.mark.parametrize("field", ["user", "session_id", "prompt_cache_key", "cache_salt"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_1_3_three_invented_names_do_not_reveal_a_rival_s_cached_texts(guarded: Served, field: str) -> None:
     held, other = [text() for _ in range(5)], [text() for _ in range(5)]
     for number, prompt in enumerate(held):

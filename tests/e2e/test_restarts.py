@@ -125,7 +125,10 @@ def test_the_real_model_answers_again_and_rightly(served: Served, name: str) -> 
     wait_until(served.is_idle, timeout_s=120, what=lambda: str(served.state(include_requests=True)))
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "scheduler", "worker", "detokenizer"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer", "worker", *(pytest.param(name, marks=pytest.mark.extended) for name in ("scheduler", "detokenizer"))],
+)
 def test_readiness_is_lost_while_a_service_is_down_and_returns_afterwards(served_fake: Served, name: str) -> None:
     wait_until(served_fake.is_ready, RECOVERY_S)
     served_fake.deployment.kill(name)

@@ -85,6 +85,7 @@ def accepted(served: Served) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 def test_answers_are_those_without_drafts(expected: list[tuple[str, str]], drafting: Served) -> None:
     assert len(expected) == len(REQUESTS)
     for _ in range(2):

@@ -52,6 +52,7 @@ def test_alone(whole: Served, first: int) -> None:
     check_alone(whole, SHORT[first::4])
 
 
+@pytest.mark.slow
 def test_sixteen_together_with_cold_and_with_cached_prompts(whole: Served) -> None:
     # One prompt of two thousand tokens is enough here; `test_chunked` has both.
     check_together(whole, [reference for reference in REFERENCES if reference.name != "length-2000-chinese"])
