@@ -170,7 +170,7 @@ GRAMMARS: dict[tuple[ToolStyle, bool], Any] = {}
 
 
 @pytest.mark.parametrize("style", [style for style in STYLES if style is not ToolStyle.PYTHONIC])
-@examples(10)
+@examples(6)
 @given(data=st.data())
 def test_grammars_accept_the_calls_that_the_notation_writes(
     compiler: Compiler, style: ToolStyle, data: st.DataObject

@@ -32,7 +32,7 @@ def test_all_styles_have_a_notation() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@examples(25)
+@examples(15)
 @given(data=st.data())
 def test_calls_are_read_as_they_were_written(style: ToolStyle, data: st.DataObject) -> None:
     calls = data.draw(calls_of(style))

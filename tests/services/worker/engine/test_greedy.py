@@ -85,6 +85,7 @@ def test_a_row_alone_and_in_chunks_continues_as_transformers_does(runner: ModelR
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_plain_torch_continues_as_transformers_does() -> None:
     references = chosen("english-capital", "one-token-code", "chinese-numbers", "chat-sum")
     assert_equal(references, continue_all(load(BUNDLED, backend="torch", threads=0), references))

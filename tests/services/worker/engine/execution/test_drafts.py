@@ -19,6 +19,7 @@ from services.worker.engine.plans.drafts import NO_TOKEN, join_tokens, split_tok
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
+from tests.examples import one_in
 from tests.services.worker.engine.execution.asked import EveryThird, random_sampling
 from tests.services.worker.engine.execution.markov import PAGE_SIZE, PAGES, VOCABULARY, MarkovRunner
 from tests.services.worker.engine.scenario import chunk, open_row
@@ -127,9 +128,7 @@ class Rows:
         return drafts
 
 
-@pytest.mark.parametrize(
-    "seed", [seed if seed < 20 else pytest.param(seed, marks=pytest.mark.extended) for seed in range(60)]
-)
+@pytest.mark.parametrize("seed", one_in(3, range(60)))
 def test_drafts_change_passes_and_nothing_else(seed: int) -> None:
     random = Random(seed)
     opens = random_rows(random)
