@@ -29,7 +29,7 @@ PURELIB := "import sysconfig; print(sysconfig.get_path('purelib'))"
 WITH_PLUGINS := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core. Many unit tests wait,
-# so that three at a time are faster on two cores: 8 minutes instead of 12.
+# so that three at a time are faster on two cores.
 UNIT_JOBS ?= 3
 E2E_JOBS ?= 2
 # RETRY=1, as in CI: tests that failed run once more, one at a time, as other work may have slowed down the machine. A
