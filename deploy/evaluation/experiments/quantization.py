@@ -10,11 +10,14 @@ the likeliest token is the same, in the texts and after the prompts, and how man
 same until the first that is not.
 
 `speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
-memory, not from a cache. On a GPU it replays captured passes. All formats, and integers of 4 bits beside cuBLAS:
+memory, not from a cache. On a GPU it replays captured passes; on a CPU with one thread, times are the thread's own. All
+formats, integers of 4 bits beside cuBLAS, and the blocks of GGUF files on a CPU:
 
     python -m deploy.evaluation.experiments.quantization speed --device cuda deploy/evaluation/shapes/llama-3.1-8b
     python -m deploy.evaluation.experiments.quantization speed --device cuda deploy/evaluation/shapes/llama-3.1-8b \
         --rows 1 64 128 512 --ways "4 bits, groups of 128" "bfloat16 by the library"
+    python -m deploy.evaluation.experiments.quantization speed --device cpu deploy/evaluation/shapes/llama-3.1-8b \
+        --threads 1 --rows 1 8 64 256 --ways bfloat16 Q4_K Q6_K "8 bits, groups of 32"
 
 `memory` writes a GGUF file of a model's shape with random blocks, starts all services with it on a CPU, and reads how
 much memory the worker's process takes: at its peak while it loads, and after it has answered. Tokens a second are those
@@ -84,6 +87,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     speed.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of a product, one after another")
     speed.add_argument("--ways", nargs="+", default=[], metavar="WAY", help="ways to compute them; default: all")
     speed.add_argument("--tp", type=int, default=1, help="of so many ranks, the first one's share")
+    speed.add_argument("--threads", type=int, default=0, help="of a CPU; 0: as many as there are cores")
+    speed.add_argument("--note", default="", help="to add to the label of results on a CPU (%(default)r)")
     speed.add_argument("--seconds", type=float, default=0.2, help="how long to repeat each product (%(default)s)")
     speed.set_defaults(shapes=[SHAPES / "llama-3.1-8b", SHAPES / "qwen3-14b"])
     memory = parts.add_parser("memory", help="of a worker on a CPU with weights in a GGUF file")

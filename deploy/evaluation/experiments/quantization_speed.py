@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.host import available_cores
+from deploy.evaluation.experiments.cpu_products import processor_name
 from services.worker.engine.backends import RunnerOptions, find_library, select_backend, select_device
 from services.worker.engine.checkpoints.safetensors_directory import read_config
 from services.worker.engine.parallel.shards import shard_model
@@ -59,6 +60,7 @@ QUANTISERS: dict[str, Quantiser] = {
     "4 bits, any order": in_any_order,
     "4 bits, groups of 32": partial(grouped.quantise, bits=4, group=32, has_zero_points=True),
     "Q4_K": with_minima,
+    "Q6_K": partial(grouped.quantise, bits=6, group=16, has_zero_points=False),
     "8 bits, groups of 32": partial(grouped.quantise, bits=8, group=32, has_zero_points=False),
 }
 # Weights that are read in turn: more than caches hold, of a GPU and of a processor.
@@ -89,12 +91,17 @@ class Way:
 def measure_speed(arguments: argparse.Namespace, sheet: Callable[[str, str], ResultSheet]) -> list[ResultSheet]:
     """Print and return microseconds of each layer, way and number of rows."""
     device = select_device(RunnerOptions(device=arguments.device))
+    threads = arguments.threads or available_cores()
+    label = device.type
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    chosen = ways_named(arguments.ways, device)
+    else:
+        torch.set_num_threads(threads)
+        label = f"{processor_name()}, {threads} threads{arguments.note}"
+    chosen = ways_named(arguments.ways, device, threads)
     sheets = []
     for shape in arguments.shapes:
-        results = sheet(Path(shape).name, str(device.type))
+        results = sheet(Path(shape).name, label)
         for layer in layers_of(shape, arguments.tp):
             for way in chosen:
                 for rows, seconds in times(layer, way, arguments.rows, device, arguments.seconds):
@@ -125,19 +132,19 @@ def layers_of(shape: Path, ranks: int) -> list[Layer]:
     ]
 
 
-def ways_named(names: list[str], device: torch.device) -> list[Way]:
+def ways_named(names: list[str], device: torch.device, threads: int) -> list[Way]:
     """Return the alternatives with these names, without names all of them; exit if there is none of a name."""
-    every = {way.name: way for way in ways(device)}
+    every = {way.name: way for way in ways(device, threads)}
     if unknown := [name for name in names if name not in every]:
         raise SystemExit(f"no such way: {', '.join(unknown)}; there are: {'; '.join(every)}")
     return [every[name] for name in names or every]
 
 
-def ways(device: torch.device) -> list[Way]:
+def ways(device: torch.device, threads: int) -> list[Way]:
     """Return the alternatives: the engine's own way, and on a GPU its parts and other possible parts."""
     if device.type == "cpu":
         library = find_library(RunnerOptions(device="cpu"), device)
-        kernels = select_backend(library, torch.bfloat16, device, available_cores()).kernels
+        kernels = select_backend(library, torch.bfloat16, device, threads).kernels
         return engine_ways(kernels)
     # Only here: the CPU does without.
     from services.worker.engine.kernels.gpu.fp8_linear import multiply, multiply_few
@@ -220,7 +227,9 @@ def times(layer: Layer, way: Way, rows: list[int], device: torch.device, seconds
 def time_of(products: list[Multiply], inputs: torch.Tensor, device: torch.device, seconds: float) -> float:
     """Return the median seconds of one of `products`, which run one after another."""
     if device.type == "cpu":
-        return median_of(lambda: run_all(products, inputs), seconds) / len(products)
+        # A single thread's own time leaves out that of other processes.
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        return median_of(lambda: run_all(products, inputs), seconds, clock) / len(products)
     inputs = inputs.to(torch.bfloat16)
     run_all(products, inputs)
     torch.cuda.synchronize(device)
@@ -241,13 +250,13 @@ def run_all(products: list[Multiply], inputs: torch.Tensor) -> None:
         product(inputs)
 
 
-def median_of(run: Callable[[], None], seconds: float) -> float:
-    """Run again and again after a first time; return the median seconds of a run."""
+def median_of(run: Callable[[], None], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Run again and again after a first time; return the median seconds of a run, by `clock`."""
     run()
     found: list[float] = []
     end = time.perf_counter() + seconds
     while len(found) < 3 or time.perf_counter() < end:
-        started = time.perf_counter()
+        started = clock()
         run()
-        found.append(time.perf_counter() - started)
+        found.append(clock() - started)
     return sorted(found)[len(found) // 2]

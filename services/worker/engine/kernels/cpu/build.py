@@ -28,7 +28,10 @@ class BuildError(Exception):
     """The operators cannot be compiled here; the message says what would help."""
 
 
-def build_library(openmp: Path | None, compiler: str | None = None, cache: Path | None = None) -> Path:
+def build_library(
+    openmp: Path | None, compiler: str | None = None, cache: Path | None = None,
+    options: tuple[str, ...] = _THIS_PROCESSOR,
+) -> Path:  # fmt: skip
     """Return the compiled library, from the cache if it was built before.
 
     Args:
@@ -36,15 +39,16 @@ def build_library(openmp: Path | None, compiler: str | None = None, cache: Path 
             threads that fight for the cores, so this should be the one that torch has loaded.
         compiler: C++ compiler; None: `$CXX`, or the first of c++, g++ and clang++ on the path.
         cache: directory for the result; None: `$PANDO_CACHE_DIR`, or `pando` in the user's cache directory.
+        options: of the compiler, that name a processor.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
     chosen = find_compiler() if compiler is None else compiler
-    library = (cache or cache_directory()) / f"operators-{_digest([chosen, *_FLAGS, *_THIS_PROCESSOR], openmp)}.so"
+    library = (cache or cache_directory()) / f"operators-{_digest([chosen, *_FLAGS, *options], openmp)}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        compile_library(chosen, _THIS_PROCESSOR, openmp, library)
+        compile_library(chosen, options, openmp, library)
     return library
 
 

@@ -1,6 +1,7 @@
 """Layer operations by the compiled operators: CPUs only, activations in float32 for all types of weights.
 
 Products with bfloat16 weights round their inputs to bfloat16 where the processor has an instruction for such pairs.
+Packed weights meet these inputs as integers, without being rounded, or rounded where AMX or oneDNN multiplies them.
 Elsewhere weights of 16 bits are widened while they are multiplied, and results have the bits of float32.
 """
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Inputs of packed integers that lie together.
-_INTEGERS_PER_STEP = 8
+_INTEGERS_PER_STEP = 16
 _INPUTS_PER_STEP = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -47,7 +48,7 @@ class LaidOutMatrix:
     """A matrix [outputs, inputs] as the operators want it, by addresses in the tensors that it keeps.
 
     `panels` is [panels, inputs / pair, panel, pair], the last panel filled up with zeros; pair is 2 for bfloat16, else
-    1. Packed integers are [panels, inputs / 8, bits, panel] bytes, and their scales [panels, groups, 1 or 2, panel].
+    1. Packed integers are [panels, inputs / 16, 2 * bits * panel] bytes, scales [panels, groups, 1 or 2, panel].
     """
 
     panels: torch.Tensor
@@ -219,21 +220,10 @@ class CpuKernels:
     def _pack(self, matrix: GroupedMatrix, bias: torch.Tensor | None) -> LaidOutMatrix:
         """Lay out integers, which stay packed."""
         (outputs, inputs), bits = matrix.values.shape, matrix.bits
-        assert inputs % _INTEGERS_PER_STEP == 0, "groups are larger"
-        panels = self._arena.zeros(
-            (-(-outputs // self._library.panel), inputs // _INTEGERS_PER_STEP, bits, self._library.panel), torch.uint8
-        )
-        # [panels, steps, 8, panel]
-        steps = self._in_panels(matrix.values)
-        steps = steps.reshape(steps.shape[0], -1, _INTEGERS_PER_STEP, self._library.panel)
-        if bits == _INTEGERS_PER_STEP:
-            panels.copy_(steps)
-        else:
-            panels[:, :, :4] = (steps[:, :, 0::2] & 15) | ((steps[:, :, 1::2] & 15) << 4)
-            extra = bits - 4
-            for i in range(_INTEGERS_PER_STEP if extra else 0):
-                row, place = divmod(i * extra, 8)
-                panels[:, :, 4 + row] |= (steps[:, :, i] >> 4) << place
+        assert inputs % _INTEGERS_PER_STEP == 0, "groups are as large, or larger"
+        count, steps = -(-outputs // self._library.panel), inputs // _INTEGERS_PER_STEP
+        panels = self._arena.zeros((count, steps, 2 * bits * self._library.panel), torch.uint8)
+        _pack_steps(self._in_panels(matrix.values).reshape(count, steps, _INTEGERS_PER_STEP, -1), bits, panels)
         parts = [matrix.scales] if matrix.shifts is None else [matrix.scales, matrix.shifts]
         in_panels = [self._in_panels(each) for each in parts]
         scales = self._arena.zeros((*in_panels[0].shape[:2], len(parts), self._library.panel), matrix.scales.dtype)
@@ -266,3 +256,35 @@ class CpuKernels:
             **fields,
         )
         return LaidOutMatrix(panels, scales, wide, arguments)
+
+
+def _pack_steps(steps: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
+    """Write integers [panels, steps, 16, panel] uint8 as `PackedStep` of operators/packed.hpp reads them.
+
+    First come words of one output each, with four bits of 8 inputs or with 4 bytes, then what integers have beyond four
+    bits. The lower half of a word has the first inputs of pairs, the upper half the second ones.
+    """
+    count, length, _, panel = steps.shape
+    lower = steps if bits == 8 else steps & 15
+    # Of a word's two bytes in each half: [panels, steps, words, bytes, pairs of a byte, halves, panel].
+    _write_words(lower.view(count, length, -1, 2, 1 if bits == 8 else 2, 2, panel), 4, packed)
+    if bits in {5, 6}:
+        extra = bits - 4
+        upper = (steps >> 4).view(count, length, 1, extra, 8 // extra, 2, panel)
+        _write_words(upper, extra, packed[..., 8 * panel :])
+
+
+def _write_words(parts: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
+    """Join integers of `bits` bits to bytes, and write these to the first ones of `packed` [panels, steps, bytes].
+
+    Args:
+        parts: [panels, steps, words, bytes of half a word, integers of a byte, halves of a word, panel] uint8.
+        bits: of an integer.
+        packed: is overwritten.
+    """
+    count, steps, words, per_half, per_byte, _, panel = parts.shape
+    joined = parts[:, :, :, :, 0]
+    for i in range(1, per_byte):
+        joined = joined | (parts[:, :, :, :, i] << (i * bits))
+    target = packed[..., : words * panel * 2 * per_half].view(count, steps, words, panel, 2, per_half)
+    target.copy_(joined.permute(0, 1, 2, 5, 4, 3))

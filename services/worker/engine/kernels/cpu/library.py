@@ -177,6 +177,8 @@ class CpuLibrary:
         """Outputs in a panel of a laid-out matrix."""
         self.rounds_inputs: bool = bool(library.pando_rounds_inputs())
         """Whether products with bfloat16 weights round their inputs, too."""
+        self.sums_groups: bool = bool(library.pando_sums_groups())
+        """Whether packed weights are not rounded by products with bfloat16 inputs, unless these are oneDNN's."""
         self.attends_by_tiles: bool = bool(library.pando_attends_by_tiles())
         """Whether attention over KV in bfloat16 is that of AMX's tiles, which round queries and shares, too."""
         self.max_head_dim: int = library.pando_max_head_dim()

@@ -5,7 +5,7 @@
 #include "elementwise.hpp"
 #include "layers.hpp"
 #include "matrix.hpp"
-#include "packed.hpp"
+#include "panels.hpp"
 
 namespace {
 
@@ -38,6 +38,8 @@ int pando_lanes() { return pando::kLanes; }
 int pando_panel() { return pando::kPanel; }
 // Whether products with bfloat16 weights round their inputs to bfloat16 as well.
 int pando_rounds_inputs() { return std::is_same_v<pando::InputOf<pando::BFloat16>, pando::BFloat16>; }
+// Whether products with packed weights and bfloat16 inputs sum groups of integers, without rounding weights.
+int pando_sums_groups() { return pando::sums_groups<pando::BFloat16>({nullptr, nullptr, nullptr, 0, 0, 4}); }
 // Whether products of blocks may replace those of weights of this type, and oneDNN has them for this processor.
 int pando_has_blocks(const pando::BlockFunctions* blocks, int type) {
   int has_blocks = 0;

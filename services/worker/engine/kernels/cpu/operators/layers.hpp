@@ -9,7 +9,7 @@
 #include "attention_tasks.hpp"
 #include "elementwise.hpp"
 #include "matrix.hpp"
-#include "packed.hpp"
+#include "panels.hpp"
 
 namespace pando {
 
@@ -92,7 +92,7 @@ const Input* share_gate(const LayerArguments& layer, const Input* inputs, int to
   if constexpr (std::is_same_v<Input, BFloat16>)
     if (takes_panels<Weight>(layer.gate, tokens)) {
       Input* rounded = reinterpret_cast<Input*>(gated);
-      share_panels(PanelGatedProduct<Weight, Input>{layer.gate, layer.up, inputs, rounded, activation}, tokens);
+      share_gated_panels<Weight, Input>(layer.gate, layer.up, inputs, tokens, rounded, activation);
       return rounded;
     }
   share_gated_product<Weight>(layer.gate, layer.up, inputs, tokens, gated, activation);

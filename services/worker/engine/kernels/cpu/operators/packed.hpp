@@ -1,12 +1,11 @@
-// Products with weights of 4, 5, 6 or 8 bits, integers or FP4, which have a scale and a shift for each group of inputs,
-// and products of many tokens with weights of 16 bits that the processor does not multiply as they are.
+// Weights of 4, 5, 6 or 8 bits, integers or FP4, which have a scale and a shift for each group of inputs: how they lie in
+// memory, and how they are unpacked and scaled to the type that products multiply. So are weights of 16 bits that the
+// processor does not multiply as they are.
 //
-// Weights are cut into panels as in matrix.hpp. Some inputs of a panel at a time are unpacked to the type that products
-// multiply, into memory that stays in the nearest cache, and multiplied with all tokens before the next ones are. Every
-// weight is unpacked, and every result summed, in the same way whatever the number of tokens.
+// Weights are cut into panels as in matrix.hpp. Every one is unpacked in the same way whatever the number of tokens.
 #pragma once
 
-#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "blocks.hpp"
@@ -15,8 +14,8 @@
 
 namespace pando {
 
-// Inputs whose weights lie together: a byte row holds four bits of two, the fifth bit of eight, or two bits of four.
-constexpr int kStep = 8;
+// Inputs whose weights lie together, and their pairs.
+constexpr int kStep = 16, kPairs = kStep / 2;
 // Inputs that are unpacked at a time; a multiple of every group.
 constexpr int kUnpacked = 256;
 
@@ -34,7 +33,7 @@ constexpr int kWorthWidening = 48;
 
 // What share_tiles and share_panels multiply with; `bits` is 0 if `panels` are as matrix.hpp has them.
 struct MatrixArguments {
-  // [panels, inputs / 8, bits, kPanel] bytes
+  // [panels, inputs / kStep] times what `PackedStep` reads
   const void* panels;
   // [panels, inputs / group, 1 or 2, kPanel], scales and shifts
   const void* scales;
@@ -47,51 +46,88 @@ struct MatrixArguments {
 
   const uint8_t* step(int panel, int input) const {
     const long steps = static_cast<long>(panel) * (inputs / kStep) + input / kStep;
-    return static_cast<const uint8_t*>(panels) + steps * bits * kPanel;
+    return static_cast<const uint8_t*>(panels) + steps * 2 * bits * kPanel;
+  }
+
+  // A group's scales, and shifts if there are any, of the outputs of a panel.
+  const uint8_t* group_scales(int panel, int number) const {
+    return static_cast<const uint8_t*>(scales) + (static_cast<long>(panel) * (inputs / group) + number) * scale_bytes();
+  }
+  long scale_bytes() const {
+    return (has_shifts ? 2 : 1) * kPanel * static_cast<long>(has_wide_scales ? sizeof(float) : sizeof(Float16));
+  }
+  // One register of what `group_scales` returned.
+  Vector load_scale(const uint8_t* source, int place) const {
+    return has_wide_scales ? load(reinterpret_cast<const float*>(source) + place)
+                           : load(reinterpret_cast<const Float16*>(source) + place);
   }
 };
 
-inline IntVector load_bytes(const uint8_t* source) {
-#if defined(__AVX512F__)
-  return (IntVector)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-#elif defined(__AVX2__)
-  return (IntVector)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
-#else
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes bytes;
-  std::memcpy(&bytes, source, sizeof bytes);
-  return __builtin_convertvector(bytes, IntVector);
-#endif
+// How far ahead scales are fetched.
+constexpr int kFetchedScaleBytes = 2048;
+
+// Fetches the packed integers that are needed some steps later.
+template <int Bytes>
+inline void fetch(const uint8_t* source) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(source + kFetchedBytes + i, 0, 2);
 }
 
-// The integers of kStep inputs for the outputs of one register, from byte rows kPanel apart.
+// The packed integers of kStep inputs for the outputs of one register, in words of one output each: four bits of eight
+// inputs, bytes of four, or what integers have beyond four bits, of all.
+//
+// Of a pair of inputs, the first one's bits are in the lower half of a word, the second one's at the same place in the
+// upper half, so that a shift brings the bits of a pair to where products want bfloat16 numbers.
 template <int Bits>
-inline void load_integers(const uint8_t* rows, IntVector (&integers)[kStep]) {
-  if constexpr (Bits == 8) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kStep; ++i) integers[i] = load_bytes(rows + i * kPanel);
-    return;
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kStep / 2; ++i) {
-    const IntVector pair = load_bytes(rows + i * kPanel);
-    integers[2 * i] = pair & 15;
-    integers[2 * i + 1] = pair >> 4;
-  }
-  if constexpr (Bits == 5) {
-    const IntVector fifth = load_bytes(rows + 4 * kPanel);
-#pragma GCC unroll 8
-    for (int i = 0; i < kStep; ++i) integers[i] |= (fifth >> i & 1) << 4;
-  }
-  if constexpr (Bits == 6) {
-#pragma GCC unroll 8
-    for (int half = 0; half < 2; ++half) {
-      const IntVector upper = load_bytes(rows + (4 + half) * kPanel);
-#pragma GCC unroll 8
-      for (int i = 0; i < 4; ++i) integers[4 * half + i] |= (upper >> 2 * i & 3) << 4;
+struct PackedStep {
+  static constexpr int kRows = Bits == 8 ? 4 : 2, kBytes = 2 * Bits * kPanel;
+  WordVector rows[kRows];
+  WordVector rest;
+
+  PackedStep(const uint8_t* step, int v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) rows[i] = load_words(step + (i * kPanel + v * kLanes) * 4);
+    const uint8_t* further = step + kRows * kPanel * 4;
+    if constexpr (Bits == 5) {
+      const WordVector halves = __builtin_convertvector(load_halves(further + v * kLanes * 2), WordVector);
+      rest = halves | halves << 8;
     }
+    if constexpr (Bits == 6) rest = load_words(further + v * kLanes * 4);
   }
-}
+
+  // The bits of a pair's integers beyond four, at the fifth place of each half, with others beside them.
+  WordVector above(int pair) const {
+    const int left = Bits == 5 ? 4 - pair : 4 - 2 * pair;
+    return left >= 0 ? rest << left : rest >> -left;
+  }
+
+  // Four bits of a pair's integers at the first place of each half, with others above them.
+  WordVector fours(int pair) const { return rows[pair / 4] >> pair % 4 * 4; }
+
+  // The integers of a pair of inputs.
+  void integers(int pair, IntVector& first, IntVector& second) const {
+    if constexpr (Bits == 8) {
+      const WordVector bytes = rows[pair / 2] >> pair % 2 * 8;
+      first = (IntVector)(bytes & 255);
+      second = (IntVector)(bytes >> 16 & 255);
+      return;
+    }
+    WordVector lower = fours(pair) & 15, upper = fours(pair) >> 16 & 15;
+    if constexpr (Bits > 4) {
+      constexpr uint32_t kMask = (1 << Bits) - 16;
+      lower |= above(pair) & kMask;
+      upper |= above(pair) >> 16 & kMask;
+    }
+    first = (IntVector)lower;
+    second = (IntVector)upper;
+  }
+
+  static WordVector load_words(const uint8_t* source) {
+    WordVector words;
+    std::memcpy(&words, source, sizeof words);
+    return words;
+  }
+};
 
 // Twice the FP4 numbers (e2m1: a sign, two bits of exponent, one of mantissa) of codes from 0 to 15.
 inline IntVector doubled_e2m1(IntVector codes) {
@@ -108,6 +144,14 @@ inline void put_pair(Vector first, Vector second, float* target) {
   store(target + kPanel, second);
 }
 
+#if defined(__AVX512BF16__)
+inline void put_pair(Vector first, Vector second, BFloat16* target) {
+  alignas(64) static constexpr uint16_t kPlaces[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kPlaces), halves));
+}
+#else
 inline WordVector rounded_word(Vector vector) {
   const WordVector word = (WordVector)vector;
   return word + 0x7fff + (word >> 16 & 1);
@@ -117,58 +161,110 @@ inline void put_pair(Vector first, Vector second, BFloat16* target) {
   const WordVector words = rounded_word(first) >> 16 | (rounded_word(second) & 0xffff0000u);
   std::memcpy(target, &words, sizeof words);
 }
+#endif
 
 // How far apart registers of outputs are in unpacked weights.
 inline int stride_of(const float*) { return kLanes; }
 inline int stride_of(const BFloat16*) { return 2 * kLanes; }
 
-// Unpacks inputs [begin, end) of a panel, whole groups, to `target` [inputs, kPanel], or in pairs of inputs.
-template <int Bits, bool IsE2M1 = false, typename Weight>
-inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end, Weight* target) {
-  const int group = matrix.group, parts = matrix.has_shifts ? 2 : 1;
-  const float middle = -static_cast<float>(1 << (Bits - 1));
-  for (int start = begin; start < end; start += group) {
-    const long place = (static_cast<long>(panel) * (matrix.inputs / group) + start / group) * parts * kPanel;
-    Vector scales[kPanelVectors], shifts[kPanelVectors];
+// The scales and shifts of a group.
+template <int Bits, bool IsE2M1>
+struct GroupScales {
+  Vector scales[kPanelVectors], shifts[kPanelVectors];
+
+  GroupScales(const MatrixArguments& matrix, const uint8_t* source) {
+    const float middle = -static_cast<float>(1 << (Bits - 1));
 #pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v) {
-      if (matrix.has_wide_scales) {
-        const float* source = static_cast<const float*>(matrix.scales) + place + v * kLanes;
-        scales[v] = load(source);
-        shifts[v] = matrix.has_shifts ? load(source + kPanel) : scales[v] * middle;
-      } else {
-        const Float16* source = static_cast<const Float16*>(matrix.scales) + place + v * kLanes;
-        scales[v] = load(source);
-        shifts[v] = matrix.has_shifts ? load(source + kPanel) : scales[v] * middle;
-      }
-    }
-    if constexpr (IsE2M1) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v) {
+      scales[v] = matrix.load_scale(source, v * kLanes);
+      shifts[v] = matrix.has_shifts ? matrix.load_scale(source, kPanel + v * kLanes) : scales[v] * middle;
+      if constexpr (IsE2M1) {
         scales[v] *= 0.5f;
         shifts[v] = Vector{};
       }
     }
-    for (int input = start; input < start + group; input += kStep) {
-      const uint8_t* rows = matrix.step(panel, input);
-      Weight* first = target + static_cast<long>(input - begin) * kPanel;
+  }
+
+  // The weights of a pair of inputs, for one register of outputs.
+  void read(const PackedStep<Bits>& step, int pair, int v, Vector& first, Vector& second) const {
+    IntVector even, odd;
+    step.integers(pair, even, odd);
+    if constexpr (IsE2M1) {
+      even = doubled_e2m1(even);
+      odd = doubled_e2m1(odd);
+    }
+    first = __builtin_convertvector(even, Vector) * scales[v] + shifts[v];
+    second = __builtin_convertvector(odd, Vector) * scales[v] + shifts[v];
+  }
+};
+
+// Unpacks inputs [begin, end) of a panel, whole groups, to `target` [inputs, kPanel], or in pairs of inputs.
+template <int Bits, bool IsE2M1 = false, typename Weight>
+__attribute__((noinline)) void unpack(const MatrixArguments& matrix, int panel, int begin, int end, Weight* target) {
+  const uint8_t *steps = matrix.step(panel, begin), *source = matrix.group_scales(panel, begin / matrix.group);
+  for (int start = begin; start < end; start += matrix.group, source += matrix.scale_bytes()) {
+    const GroupScales<Bits, IsE2M1> scales(matrix, source);
+    for (int i = 0; i < matrix.group; i += kStep) {
+      fetch<PackedStep<Bits>::kBytes>(steps);
 #pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v) {
-        IntVector integers[kStep];
-        load_integers<Bits>(rows + v * kLanes, integers);
-        if constexpr (IsE2M1) {
+        const PackedStep<Bits> step(steps, v);
 #pragma GCC unroll 8
-          for (int i = 0; i < kStep; ++i) integers[i] = doubled_e2m1(integers[i]);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < kStep; i += 2) {
-          const Vector even = __builtin_convertvector(integers[i], Vector) * scales[v] + shifts[v];
-          const Vector odd = __builtin_convertvector(integers[i + 1], Vector) * scales[v] + shifts[v];
-          put_pair(even, odd, first + i * kPanel + v * stride_of(first));
+        for (int pair = 0; pair < kPairs; ++pair) {
+          Vector first, second;
+          scales.read(step, pair, v, first, second);
+          put_pair(first, second, target + 2 * pair * kPanel + v * stride_of(target));
         }
       }
+      steps += PackedStep<Bits>::kBytes;
+      target += kStep * kPanel;
     }
   }
+}
+
+// Tokens that are multiplied while float32 weights are in registers; 16 of these have no room for more.
+constexpr int kScaledRows = kPanelVectors == 3 ? 4 : 2;
+
+// Multiplies `Rows` tokens with a panel while it is unpacked; sums are [Rows, kPanel], and have the bits of a product with
+// unpacked weights.
+template <int Rows, int Bits, bool IsE2M1>
+__attribute__((noinline)) void multiply_scaled(const MatrixArguments& matrix, int panel, const float* inputs, float* sums) {
+  const long depth = matrix.inputs;
+  const uint8_t *steps = matrix.step(panel, 0), *source = matrix.group_scales(panel, 0);
+  Tile<Rows> totals = {};
+  for (int start = 0; start < depth; start += matrix.group, source += matrix.scale_bytes()) {
+    const GroupScales<Bits, IsE2M1> scales(matrix, source);
+    __builtin_prefetch(source + kFetchedScaleBytes, 0, 2);
+    for (int i = 0; i < matrix.group; i += kStep, steps += PackedStep<Bits>::kBytes, inputs += kStep) {
+      fetch<PackedStep<Bits>::kBytes>(steps);
+#pragma GCC unroll 8
+      for (int pair = 0; pair < kPairs; ++pair)
+#pragma GCC unroll 8
+        for (int v = 0; v < kPanelVectors; ++v) {
+          Vector first, second;
+          scales.read(PackedStep<Bits>(steps, v), pair, v, first, second);
+#pragma GCC unroll 8
+          for (int row = 0; row < Rows; ++row) {
+            const float* numbers = inputs + row * depth + 2 * pair;
+            totals[row][v] += broadcast(numbers[0]) * first;
+            totals[row][v] += broadcast(numbers[1]) * second;
+          }
+        }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) store(sums + row * kPanel + v * kLanes, totals[row][v]);
+}
+
+// Calls `function` with `rows`, from 1 to `Most`, as a constant.
+template <int Most, typename Function>
+inline void with_rows(int rows, Function function) {
+  if (rows == Most)
+    function(std::integral_constant<int, Most>{});
+  else if constexpr (Most > 1)
+    with_rows<Most - 1>(rows, function);
 }
 
 // Widens inputs [begin, end) of a panel, exactly, to `target` [inputs, kPanel].
@@ -188,224 +284,18 @@ inline void widen(const Float16* panel, int begin, int end, float* target) {
   for (long i = 0; i < count; i += kLanes) store(target + i, load(panel + first + i));
 }
 
+// The calling thread's memory for unpacked inputs of a panel; each register of it is in one line of the cache.
+template <typename Number>
+inline Number* unpacked_memory() {
+  constexpr int kLine = 64 / sizeof(Number);
+  static thread_local std::vector<Number> memory(kUnpacked * kPanel + kLine);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64 / sizeof(Number);
+}
+
 template <typename Weight>
 Matrix<Weight> matrix_of(const MatrixArguments& a) {
   return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
-}
-
-// Adds the products of inputs [begin, begin + count) of all tokens, whose weights are unpacked, to sums [tokens, kPanel].
-template <int Rows, typename Weight>
-inline void add_unpacked(const InputOf<Weight>* inputs, int depth, int begin, int count, const Weight* weights,
-                         int tokens, float* sums) {
-  int row = 0;
-  for (; row + Rows <= tokens; row += Rows) {
-    Tile<Rows> tile;
-    float* target = sums + static_cast<long>(row) * kPanel;
-#pragma GCC unroll 8
-    for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v)
-        tile[i][v] = begin == 0 ? Vector{} : load(target + i * kPanel + v * kLanes);
-    accumulate<Rows, Weight>(inputs + static_cast<long>(row) * depth + begin, depth, weights, count, tile);
-#pragma GCC unroll 8
-    for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v) store(target + i * kPanel + v * kLanes, tile[i][v]);
-  }
-  if constexpr (Rows > 1)
-    if (row < tokens)
-      add_unpacked<Rows - 1, Weight>(inputs + static_cast<long>(row) * depth, depth, begin, count, weights,
-                                     tokens - row, sums + static_cast<long>(row) * kPanel);
-}
-
-// Adds the products of inputs [begin, begin + count) of all tokens with weights [count, kPanel] to sums [tokens, kPanel];
-// the first ones set the sums. `fetches`: memory is to be read ahead, since these are the first tokens of the weights.
-template <typename Weight>
-inline void add_products(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int begin, int count,
-                         const Weight* weights, int tokens, float* sums, [[maybe_unused]] bool fetches) {
-  if constexpr (kHasBlocks<Weight>)
-    if (matrix.blocks != nullptr)
-      return multiply_blocks<Weight>(*matrix.blocks, inputs + begin, matrix.inputs, weights, count, tokens, begin > 0,
-                                     sums);
-#ifdef PANDO_TILES
-  if constexpr (std::is_same_v<Weight, BFloat16>)
-    if (kHasTiles) return multiply_tiles(inputs + begin, matrix.inputs, weights, count, tokens, begin > 0, sums, fetches);
-#endif
-  add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, count, weights, tokens, sums);
-}
-
-// Unpacks inputs [begin, end) of a panel, whatever is stored.
-template <typename Weight>
-inline void unpack_any(const MatrixArguments& matrix, int panel, int begin, int end, Unpacked<Weight>* target) {
-  switch (matrix.bits) {
-    case 0:
-      if constexpr (kIsWidened<Weight>) widen(matrix_of<Weight>(matrix).panel(panel), begin, end, target);
-      return;
-    case 4:
-      if (matrix.is_e2m1) return unpack<4, true>(matrix, panel, begin, end, target);
-      return unpack<4>(matrix, panel, begin, end, target);
-    case 5:
-      return unpack<5>(matrix, panel, begin, end, target);
-    case 6:
-      return unpack<6>(matrix, panel, begin, end, target);
-    default:
-      return unpack<8>(matrix, panel, begin, end, target);
-  }
-}
-
-// Returns inputs [tokens, in] times one panel, [tokens, kPanel], in `sums`; `fetches` as in `add_products`.
-template <typename Weight>
-inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, int panel,
-                         bool fetches, std::vector<float>& sums) {
-  using Number = Unpacked<Weight>;
-  static thread_local std::vector<Number> weights;
-  sums.resize(static_cast<long>(tokens) * kPanel);
-  if (matrix.bits == 0 && !kIsWidened<Weight>) {
-    const Number* whole = matrix_of<Number>(matrix).panel(panel);
-    add_products<Number>(matrix, inputs, 0, matrix.inputs, whole, tokens, sums.data(), fetches);
-  } else {
-    weights.resize(kUnpacked * kPanel);
-    for (int begin = 0; begin < matrix.inputs; begin += kUnpacked) {
-      const int end = std::min(matrix.inputs, begin + kUnpacked);
-      unpack_any<Weight>(matrix, panel, begin, end, weights.data());
-      add_products<Number>(matrix, inputs, begin, end - begin, weights.data(), tokens, sums.data(), false);
-    }
-  }
-  if (matrix.bias != nullptr) {
-    const int first = panel * kPanel, columns = std::min(kPanel, matrix.outputs - first);
-    for (int token = 0; token < tokens; ++token)
-      for (int i = 0; i < columns; ++i) sums[static_cast<long>(token) * kPanel + i] += matrix.bias[first + i];
-  }
-  return sums.data();
-}
-
-// Tokens that are multiplied with a panel at a time: weights are unpacked once for all.
-template <typename Weight>
-int tokens_at_once(const MatrixArguments& matrix, int tokens) {
-  return matrix.bits == 0 && !kIsWidened<Weight> ? std::min(kBlockRows, tokens) : tokens;
-}
-
-// Tokens whose inputs stay in the second-level cache while panels go by. Only tiles are so fast that it matters: all of
-// their processors have 2 MiB for each core.
-template <typename Weight>
-int cached_tokens(const MatrixArguments& matrix) {
-  if (!uses_tiles<Weight>()) return std::numeric_limits<int>::max();
-  constexpr int kCachedBytes = 5 << 18;
-  return std::max(kBlockRows, kCachedBytes / (matrix.inputs * static_cast<int>(sizeof(Weight))));
-}
-
-// outputs = (outputs if accumulate) + inputs x weights + bias
-template <typename Weight>
-struct PanelProduct {
-  MatrixArguments matrix;
-  const InputOf<Weight>* inputs;
-  float* outputs;
-  bool accumulate;
-
-  int width() const { return matrix.outputs; }
-  int step(int tokens) const { return tokens_at_once<Weight>(matrix, tokens); }
-  int cached() const { return cached_tokens<Weight>(matrix); }
-
-  void run(int first, int tokens, int panel, bool fetches) const {
-    static thread_local std::vector<float> memory;
-    const float* sums =
-        panel_sums<Weight>(matrix, inputs + static_cast<long>(first) * matrix.inputs, tokens, panel, fetches, memory);
-    const int columns = std::min(kPanel, width() - panel * kPanel);
-    for (int token = 0; token < tokens; ++token) {
-      float* target = outputs + static_cast<long>(first + token) * width() + panel * kPanel;
-      const float* line = sums + static_cast<long>(token) * kPanel;
-      if (columns == kPanel)
-        for (int i = 0; i < kPanel; i += kLanes)
-          store(target + i, accumulate ? load(target + i) + load(line + i) : load(line + i));
-      else
-        for (int i = 0; i < columns; ++i) target[i] = accumulate ? target[i] + line[i] : line[i];
-    }
-  }
-};
-
-// outputs = inputs x gate and inputs x up, joined as `Activation` says, and rounded if they are the next product's inputs.
-template <typename Weight, typename Output>
-struct PanelGatedProduct {
-  MatrixArguments gate, up;
-  const InputOf<Weight>* inputs;
-  Output* outputs;
-  Activation activation;
-
-  int width() const { return gate.outputs; }
-  int step(int tokens) const { return tokens_at_once<Weight>(gate, tokens); }
-  int cached() const { return cached_tokens<Weight>(gate); }
-
-  void run(int first, int tokens, int panel, bool fetches) const {
-    static thread_local std::vector<float> gate_memory, up_memory;
-    const InputOf<Weight>* source = inputs + static_cast<long>(first) * gate.inputs;
-    const float* gates = panel_sums<Weight>(gate, source, tokens, panel, fetches, gate_memory);
-    const float* ups = panel_sums<Weight>(up, source, tokens, panel, fetches, up_memory);
-    const int columns = std::min(kPanel, width() - panel * kPanel);
-    Output rest[kPanel];
-    for (int token = 0; token < tokens; ++token) {
-      const long place = static_cast<long>(token) * kPanel;
-      Output* target = outputs + static_cast<long>(first + token) * width() + panel * kPanel;
-      Output* line = columns == kPanel ? target : rest;
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const long at = place + v * kLanes;
-        store(line + v * kLanes, gated(load(ups + at), activate(load(gates + at), activation), activation));
-      }
-      if (line == rest) std::copy_n(rest, columns, target);
-    }
-  }
-};
-
-// As `share_tiles`: runs all panels with the threads of the parallel region around it, cutting tokens up where panels
-// are few or inputs many.
-template <typename Operation>
-void share_panels(const Operation& operation, int tokens) {
-  const int panels = panels_of(operation.width());
-  const int unit = tokens > 4 * kBlockRows ? kBlockRows / 2 : kTileRows;  // full tiles, unless there are few
-  const int tiles = (tokens + unit - 1) / unit;
-  const int wanted = std::max({1, 4 * omp_get_num_threads() / panels, (tokens - 1) / operation.cached() + 1});
-  const int tokens_per_task = (tiles + wanted - 1) / wanted * unit;
-  const int cuts = (tokens + tokens_per_task - 1) / tokens_per_task;
-#pragma omp for schedule(guided)
-  for (int task = 0; task < panels * cuts; ++task) {
-    const int begin = task / panels * tokens_per_task, end = std::min(tokens, begin + tokens_per_task);
-    const int step = operation.step(end - begin);
-    for (int first = begin; first < end; first += step)
-      operation.run(first, std::min(step, end - first), task % panels, first == begin);
-  }
-}
-
-// Whether a product takes whole panels rather than tiles that stay in registers.
-template <typename Weight>
-bool takes_panels(const MatrixArguments& matrix, int tokens) {
-  return matrix.bits != 0 || uses_tiles<Weight>() || (kHasBlocks<Weight> && matrix.blocks != nullptr) ||
-         (kIsWidened<Weight> && tokens >= kWorthWidening);
-}
-
-// Shares a product among the threads of the region around it, whether its weights are packed or not.
-template <typename Weight>
-void share_product(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, float* outputs,
-                   bool accumulate) {
-  if (takes_panels<Weight>(matrix, tokens))
-    share_panels(PanelProduct<Weight>{matrix, inputs, outputs, accumulate}, tokens);
-  else
-    share_tiles(Product<Weight>{matrix_of<Weight>(matrix), inputs, outputs, accumulate}, tokens);
-}
-
-// The same of a gated layer, both of whose matrices are packed or neither is.
-template <typename Weight>
-void share_gated_product(const MatrixArguments& gate, const MatrixArguments& up, const InputOf<Weight>* inputs,
-                         int tokens, float* outputs, Activation activation) {
-  if (takes_panels<Weight>(gate, tokens))
-    share_panels(PanelGatedProduct<Weight, float>{gate, up, inputs, outputs, activation}, tokens);
-  else
-    share_tiles(GatedProduct<Weight>{matrix_of<Weight>(gate), matrix_of<Weight>(up), inputs, outputs, activation},
-                tokens);
-}
-
-// To be called by each thread after its last product.
-inline void release_blocks(const MatrixArguments& matrix) {
-  release_tiles();
-  if (matrix.blocks != nullptr) matrix.blocks->release(true);
 }
 
 }  // namespace pando
