@@ -223,7 +223,8 @@ class CpuKernels:
         assert inputs % _INTEGERS_PER_STEP == 0, "groups are as large, or larger"
         count, steps = -(-outputs // self._library.panel), inputs // _INTEGERS_PER_STEP
         panels = self._arena.zeros((count, steps, 2 * bits * self._library.panel), torch.uint8)
-        _pack_steps(self._in_panels(matrix.values).reshape(count, steps, _INTEGERS_PER_STEP, -1), bits, panels)
+        values = matrix.values.contiguous()
+        self._library.pack(values.data_ptr(), outputs, inputs, bits, panels.data_ptr(), self._threads)
         parts = [matrix.scales] if matrix.shifts is None else [matrix.scales, matrix.shifts]
         in_panels = [self._in_panels(each) for each in parts]
         scales = self._arena.zeros((*in_panels[0].shape[:2], len(parts), self._library.panel), matrix.scales.dtype)
@@ -256,35 +257,3 @@ class CpuKernels:
             **fields,
         )
         return LaidOutMatrix(panels, scales, wide, arguments)
-
-
-def _pack_steps(steps: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
-    """Write integers [panels, steps, 16, panel] uint8 as `PackedStep` of operators/packed.hpp reads them.
-
-    First come words of one output each, with four bits of 8 inputs or with 4 bytes, then what integers have beyond four
-    bits. The lower half of a word has the first inputs of pairs, the upper half the second ones.
-    """
-    count, length, _, panel = steps.shape
-    lower = steps if bits == 8 else steps & 15
-    # Of a word's two bytes in each half: [panels, steps, words, bytes, pairs of a byte, halves, panel].
-    _write_words(lower.view(count, length, -1, 2, 1 if bits == 8 else 2, 2, panel), 4, packed)
-    if bits in {5, 6}:
-        extra = bits - 4
-        upper = (steps >> 4).view(count, length, 1, extra, 8 // extra, 2, panel)
-        _write_words(upper, extra, packed[..., 8 * panel :])
-
-
-def _write_words(parts: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
-    """Join integers of `bits` bits to bytes, and write these to the first ones of `packed` [panels, steps, bytes].
-
-    Args:
-        parts: [panels, steps, words, bytes of half a word, integers of a byte, halves of a word, panel] uint8.
-        bits: of an integer.
-        packed: is overwritten.
-    """
-    count, steps, words, per_half, per_byte, _, panel = parts.shape
-    joined = parts[:, :, :, :, 0]
-    for i in range(1, per_byte):
-        joined = joined | (parts[:, :, :, :, i] << (i * bits))
-    target = packed[..., : words * panel * 2 * per_half].view(count, steps, words, panel, 2, per_half)
-    target.copy_(joined.permute(0, 1, 2, 5, 4, 3))

@@ -140,6 +140,7 @@ _SIGNATURES = {
         c_void_p, ctypes.POINTER(MatrixArguments), ctypes.POINTER(MatrixArguments), c_int, c_int, c_void_p, c_int,
         c_int,
     ),
+    "pack": (c_void_p, c_int, c_int, c_int, c_void_p, c_int),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int, c_int, c_void_p, c_int),
     "store": (ctypes.POINTER(StoreArguments), c_void_p, c_void_p, c_int),
     "attend": (ctypes.POINTER(AttentionArguments), c_void_p, c_void_p, c_int),
@@ -167,6 +168,7 @@ class CpuLibrary:
             function.restype = None
         self.linear = library.pando_linear
         self.gated_linear = library.pando_gated_linear
+        self.pack = library.pando_pack
         self.rms_norm = library.pando_rms_norm
         self.store = library.pando_store
         self.attend = library.pando_attend

@@ -64,6 +64,15 @@ int pando_has_blocks(const pando::BlockFunctions* blocks, int type) {
 int pando_attends_by_tiles() { return pando::attends_by_tiles<pando::BFloat16>(); }
 int pando_max_head_dim() { return pando::kMaxHeadDim; }
 
+// Lays out integers [outputs, inputs] of `bits` bits in panels, which are zero before.
+void pando_pack(const uint8_t* integers, int outputs, int inputs, int bits, uint8_t* panels, int threads) {
+  const auto pack = bits == 4   ? pando::pack<4>
+                    : bits == 5 ? pando::pack<5>
+                    : bits == 6 ? pando::pack<6>
+                                : pando::pack<8>;
+  pack(integers, outputs, inputs, panels, threads);
+}
+
 void pando_linear(const float* inputs, const pando::MatrixArguments* matrix, int type, int tokens, float* outputs,
                   int accumulate, int threads) {
   with_type(type, [&](auto element) {

@@ -129,6 +129,35 @@ struct PackedStep {
   }
 };
 
+// Writes kStep integers of an output of a panel to where `PackedStep` reads them.
+template <int Bits>
+inline void pack_step(const uint8_t* integers, int output, uint8_t* step) {
+  constexpr int kRows = PackedStep<Bits>::kRows, kPairsOfRow = kPairs / kRows;
+  constexpr int kLow = Bits == 8 ? 8 : 4, kHigh = Bits - kLow;
+  constexpr int kHalf = Bits == 5 ? 8 : 16;  // bits between what the inputs of a pair have beyond four
+  uint32_t rows[kRows] = {}, rest = 0;
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const uint32_t first = integers[2 * pair], second = integers[2 * pair + 1], mask = (1 << kLow) - 1;
+    rows[pair / kPairsOfRow] |= ((first & mask) | (second & mask) << 16) << pair % kPairsOfRow * kLow;
+    rest |= (first >> kLow | second >> kLow << kHalf) << pair * kHigh;
+  }
+  for (int i = 0; i < kRows; ++i) std::memcpy(step + (i * kPanel + output) * 4, rows + i, 4);
+  constexpr int kBytes = 2 * kHigh;
+  if constexpr (kHigh > 0) std::memcpy(step + kRows * kPanel * 4 + output * kBytes, &rest, kBytes);
+}
+
+// Packs integers [outputs, inputs] into panels whose other bytes are zero.
+template <int Bits>
+void pack(const uint8_t* integers, int outputs, int inputs, uint8_t* panels, int threads) {
+  const int steps = inputs / kStep;
+#pragma omp parallel for num_threads(threads)
+  for (int panel = 0; panel < panels_of(outputs); ++panel)
+    for (int i = 0; i < steps; ++i)
+      for (int output = 0; output < std::min(kPanel, outputs - panel * kPanel); ++output)
+        pack_step<Bits>(integers + static_cast<long>(panel * kPanel + output) * inputs + i * kStep, output,
+                        panels + (static_cast<long>(panel) * steps + i) * PackedStep<Bits>::kBytes);
+}
+
 // Twice the FP4 numbers (e2m1: a sign, two bits of exponent, one of mantissa) of codes from 0 to 15.
 inline IntVector doubled_e2m1(IntVector codes) {
   const IntVector exponents = codes >> 1 & 3, mantissas = codes & 1;
@@ -228,7 +257,8 @@ constexpr int kScaledRows = kPanelVectors == 3 ? 4 : 2;
 // Multiplies `Rows` tokens with a panel while it is unpacked; sums are [Rows, kPanel], and have the bits of a product with
 // unpacked weights.
 template <int Rows, int Bits, bool IsE2M1>
-__attribute__((noinline)) void multiply_scaled(const MatrixArguments& matrix, int panel, const float* inputs, float* sums) {
+__attribute__((noinline)) void multiply_scaled(const MatrixArguments& matrix, int panel, const float* inputs,
+                                               float* sums) {
   const long depth = matrix.inputs;
   const uint8_t *steps = matrix.step(panel, 0), *source = matrix.group_scales(panel, 0);
   Tile<Rows> totals = {};
