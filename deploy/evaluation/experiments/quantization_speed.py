@@ -97,7 +97,7 @@ def measure_speed(arguments: argparse.Namespace, sheet: Callable[[str, str], Res
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(threads)
-        label = f"{processor_name()}, {threads} threads{arguments.note}"
+        label = f"{processor_name()}, {threads} thread{'s'[: threads - 1]}{arguments.note}"
     chosen = ways_named(arguments.ways, device, threads)
     sheets = []
     for shape in arguments.shapes:
