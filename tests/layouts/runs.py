@@ -110,7 +110,7 @@ class LayoutRuns:
 
 
 def _missed(arrangement: Arrangement, ran: _Run, ties: int) -> list[str]:
-    """Return what makes a run show less than it says."""
+    """Return the reasons for which a run shows less than it says."""
     has_roles = any(group.role is not GroupRole.BOTH for group in arrangement.groups)
     cases = {
         f"{len(ran.answers)} answers and {len(ran.expected)} of a single rank": len(ran.answers) != len(ran.expected),

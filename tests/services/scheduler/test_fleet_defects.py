@@ -35,7 +35,7 @@ def running_server() -> Iterator[RedisProcess]:
 
 @pytest.fixture(autouse=True)
 def logged() -> Iterator[list[MutableMapping[str, Any]]]:
-    """What is logged, which takes long to show: tracebacks with all local variables."""
+    """The log, which takes long to show: tracebacks with all local variables."""
     with capture_logs() as entries:
         yield entries
 

@@ -483,7 +483,7 @@ class Transformer:
 
 
 def _first_product(part: FeedForward) -> object:
-    """Return what takes the normalised inputs of a feed-forward layer, and nothing beside it; None: several do."""
+    """Return the only product that takes the normalised inputs of a feed-forward layer; None: there are several."""
     return part.gate_up if isinstance(part, DenseFeedForward) else None
 
 

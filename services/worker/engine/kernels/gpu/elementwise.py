@@ -216,7 +216,7 @@ def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
 def gate_in_fp8(
     both: torch.Tensor, activation: Activation, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `gate` does, and that in FP8 with its scales, as `quantise_rows` would.
+    """Return the result of `gate`, and that in FP8 with its scales, as `quantise_rows` would.
 
     Without a `scale` [1] of all rows, width is at most WIDEST_GATED_ROW.
     """
@@ -228,7 +228,7 @@ def gate_in_fp8(
 
 
 class _Quantised(NamedTuple):
-    """What a program takes and writes beside its outputs."""
+    """Tensors that a program takes and writes beside its outputs."""
 
     scale: torch.Tensor | None  # [1] float32, of all rows
     values: torch.Tensor  # [tokens, width] FP8

@@ -60,7 +60,7 @@ class StandIn:
 
 
 class SeeingStandIn(StandIn):
-    """What a pass needs of a model that sees images: hidden states are a token's id and its coordinates."""
+    """The part of a model that sees images which a pass needs: hidden states are a token's id and its coordinates."""
 
     def __init__(self, *, axes: tuple[int, ...] = (0, 1, 2), deep_layers: tuple[int, ...] = ()) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ INTO, COMPUTE, PROMPT = RowImages.into, OverlappedExecutor._compute_mixed, PassG
 
 
 def captured_prompts(device: str) -> Any:
-    """Return what finds the graph of a pass on a device."""
+    """Return a function that finds the graph of a pass on a device."""
     if device == "cuda":
         return PROMPT
     made: dict[int, PiecewiseGraph] = {}

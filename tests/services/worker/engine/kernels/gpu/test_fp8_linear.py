@@ -151,7 +151,7 @@ def test_gates_in_fp8_are_those_that_are_quantised_afterwards(
 
 @pytest.fixture
 def quantised_apart(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What was quantised by a program of its own, not by the one that computed it."""
+    """Inputs that were quantised by a program of their own, not by the one that computed them."""
     seen: list[torch.Tensor] = []
 
     def quantise(inputs: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
