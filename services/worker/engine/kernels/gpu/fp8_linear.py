@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Fp8Inputs:
     """The inputs of one product in FP8.
 
-    The program that computes them, a norm or a gate, quantises them as well; see `Norms`. Others are quantised by a
-    program of their own.
+    The program that computes them, a norm or a gate, quantises them as well (`FollowsNorm`,
+    `PrecedesProduct`). Others are quantised by a program of their own.
     """
 
     def __init__(self, scale: torch.Tensor | None) -> None:
