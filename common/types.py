@@ -207,17 +207,24 @@ class GroupRole(Enum):
     DECODE = "decode"
 
 
+# Output for which a group should have room when a request comes to it, unless the request may generate less. Answers of
+# chats are rarely longer (docs/benchmarks.md), and a request's maximum is mostly far above what it generates.
+EXPECTED_OUTPUT_TOKENS = 512
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """Load of a scheduler: choices that wait or run, and whether a request submitted now would run; its role.
 
-    If its workers sleep, a request would wait for them to be woken.
+    If its workers sleep, a request would wait for them to be woken. `free_tokens` is the room for KV in tokens, beside
+    what open requests hold and are expected to need; None: not known.
     """
 
     open_choices: int
     serves: bool
     sleeps: bool = False
     role: GroupRole = GroupRole.BOTH
+    free_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,8 @@ class SchedulerLoop:
         open_choices = 0 if self.core is None else len(self.core.queue) + self.core.rows.running
         is_open = not self._is_draining
         sleeps = is_open and self.is_sleeping and self._has_outlet
-        return LoadReport(open_choices, is_open and self.can_serve, sleeps, self._role)
+        free_tokens = None if self.core is None else self.core.free_tokens
+        return LoadReport(open_choices, is_open and self.can_serve, sleeps, self._role, free_tokens)
 
     @property
     def is_sleeping(self) -> bool:

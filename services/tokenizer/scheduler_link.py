@@ -158,7 +158,8 @@ class SchedulerLink:
     def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
         if message.HasField("load"):
             load = message.load
-            self._load = LoadReport(load.open_choices, load.serves, load.sleeps, role_from_wire(load.role))
+            free_tokens = load.free_tokens if load.HasField("free_tokens") else None
+            self._load = LoadReport(load.open_choices, load.serves, load.sleeps, role_from_wire(load.role), free_tokens)
         if self._listener is not None:
             if self._load is not None:
                 self._listener.on_load(self._load)

@@ -28,6 +28,7 @@ from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.drafts import DraftSources
 from services.scheduler.core.exports import Exports
+from services.scheduler.core.free_room import free_tokens
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.milestones import MilestoneKind
 from services.scheduler.core.output import Output, OutputBuffer
@@ -160,6 +161,13 @@ class SchedulerCore:
     def open_sequences(self) -> Iterable[Sequence]:
         """All sequences that have not finished, oldest first."""
         return self._by_handle.values()
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens of KV for which there is room beside what open sequences need; None: this model keeps none."""
+        if self.config.is_encoder:
+            return None
+        return free_tokens(self.memory, self.rows, self.queue)
 
     def adopt(self, limits: Limits) -> None:
         """Replace the limits that apply to cached and pinned pages, the waiting queue and charging."""

@@ -62,8 +62,9 @@ class WaitingQueue:
         self._retracted_first = retracted_first
         self._policy = policy
         self._counters = counters
-        # Counts of the waiting sequences.
+        # Counts of the waiting sequences, and the tokens of KV that they are expected to need.
         self.census = Census()
+        self.expected_tokens = 0
         self._by_priority: Counter[int] = Counter()
         self._lines: dict[str, dict[str, WaitingLine]] = {}
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
@@ -144,6 +145,7 @@ class WaitingQueue:
         if self._retracted.pop(sequence.handle, None) is None:
             del self._arrived[sequence.handle]
         subject = sequence.request.view.subject
+        self.expected_tokens -= sequence.expected_tokens
         self.census.remove(subject)
         lines = self._lines[subject.tenant]
         del lines[subject.name][sequence.handle]
@@ -189,6 +191,7 @@ class WaitingQueue:
 
     def _enter(self, sequence: Sequence) -> None:
         subject = sequence.request.view.subject
+        self.expected_tokens += sequence.expected_tokens
         self.census.add(subject)
         self._lines.setdefault(subject.tenant, {}).setdefault(subject.name, {})[sequence.handle] = sequence
         self._by_priority[sequence.request.options.priority] += 1
@@ -260,6 +263,11 @@ class ClassQueues:
     def waiting_tokens(self, most: int) -> int:
         """Return the number of waiting prompt tokens of the class that is offered rows; stops counting at `most`."""
         return self.served.waiting_tokens(most)
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of KV that the waiting sequences of both classes are expected to need."""
+        return self._interactive.expected_tokens + self._batches.expected_tokens
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield the sequences that may start, best first. The caller may remove the sequence just yielded."""

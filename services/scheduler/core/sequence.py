@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
-from common.types import pixel_bytes
+from common.types import EXPECTED_OUTPUT_TOKENS, pixel_bytes
 from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
@@ -144,6 +144,11 @@ class Sequence:
     def prompt_tokens(self) -> int:
         """Length of the prompt in tokens."""
         return len(self.request.token_ids)
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of KV that it is expected to need once it starts: its known ids, and a usual output."""
+        return min(len(self.token_ids) + EXPECTED_OUTPUT_TOKENS, self.max_total_tokens)
 
     @property
     def cacheable_ids(self) -> TokenIds:

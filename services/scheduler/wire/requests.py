@@ -42,7 +42,11 @@ def admissions_to_wire(admissions: Iterable[Admission], load: LoadReport) -> sch
     return scheduler_pb2.SchedulerSubmitResponse(
         admissions=[admission_to_wire(admission) for admission in admissions],
         load=scheduler_pb2.SchedulerLoad(
-            open_choices=load.open_choices, serves=load.serves, sleeps=load.sleeps, role=role_to_wire(load.role)
+            open_choices=load.open_choices,
+            serves=load.serves,
+            sleeps=load.sleeps,
+            role=role_to_wire(load.role),
+            free_tokens=load.free_tokens,
         ),
     )
 

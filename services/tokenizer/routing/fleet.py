@@ -13,7 +13,14 @@ from common.rpc.status import answered
 from common.types import GroupRole
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.tokenizer import metrics
-from services.tokenizer.routing.policies import RoutingCandidate, affinity_key, favourite, session_key
+from services.tokenizer.routing.policies import (
+    RoutingCandidate,
+    affinity_key,
+    expected_tokens,
+    favourite,
+    session_key,
+    with_room,
+)
 from services.tokenizer.routing.shared_prefixes import NoSharedPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 
@@ -148,19 +155,23 @@ class Fleet:
     def _assign(
         self, requests: Sequence[ScheduleRequest], away: set[str], sent: Sequence[RequestId]
     ) -> dict[str, list[ScheduleRequest]]:
-        loads = {name: replica.load for name, replica in self._serving(away).items()}
-        if not loads:
+        groups = {
+            name: RoutingCandidate(name, replica.load, replica.free_tokens)
+            for name, replica in self._serving(away).items()
+        }
+        if not groups:
             self.abort(sent)
             raise _no_scheduler()
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
+            tokens = expected_tokens(request)
             if request.options.session is not None:
                 # Only this group has the session's state, so its load does not matter.
-                chosen = favourite(session_key(request.view, request.options.session), loads)
+                chosen = favourite(session_key(request.view, request.options.session), groups)
             else:
-                candidates = [RoutingCandidate(name, load) for name, load in loads.items()]
-                chosen = self._policy.choose(affinity_key(request), candidates, self._prefixes.find(request))
-            loads[chosen] += 1
+                roomy = with_room(list(groups.values()), tokens)
+                chosen = self._policy.choose(affinity_key(request), roomy, self._prefixes.find(request))
+            groups[chosen] = groups[chosen].after(tokens)
             batches[chosen].append(self._with_prefill_group(request))
         return batches
 
@@ -243,9 +254,12 @@ class Replica:
         self._is_sleeping = False
         self._role = GroupRole.BOTH
         self._reported_load = 0
-        # Requests that the latest report may not include; without them, a burst would go entirely to the group that was
-        # idle before. A report with an admission includes the admitted request; answers to polls may not.
-        self._unanswered: set[RequestId] = set()
+        self._reported_free_tokens: int | None = None
+        # Requests that the latest report may not include, with the tokens that each is expected to need; without them,
+        # a burst would go entirely to the group that was idle before. A report with an admission includes the admitted
+        # request; answers to polls may not.
+        self._unanswered: dict[RequestId, int] = {}
+        self._unanswered_tokens = 0
         self._sent_since = 0
         self._others_serve = False
 
@@ -269,6 +283,12 @@ class Replica:
         """Estimated number of open requests."""
         return self._reported_load + max(len(self._unanswered), self._sent_since)
 
+    @property
+    def free_tokens(self) -> int | None:
+        """Estimated room for KV beside what open requests need, in tokens, may be negative; None: it reports none."""
+        reported = self._reported_free_tokens
+        return None if reported is None else reported - self._unanswered_tokens
+
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send requests.
 
@@ -277,7 +297,10 @@ class Replica:
         """
         self._link.submit(requests)
         self._sent_since += len(requests)
-        self._unanswered.update(request.request_id for request in requests)
+        for request in requests:
+            self._forget_unanswered(request.request_id)
+            self._unanswered[request.request_id] = tokens = expected_tokens(request)
+            self._unanswered_tokens += tokens
         metrics.ROUTED_TOTAL.labels(self.name).inc(len(requests))
 
     def note_prefill(self) -> None:
@@ -321,22 +344,27 @@ class Replica:
         if load.serves != self._is_serving:
             metrics.REPLICA_SERVING.labels(self.name).set(load.serves)
         self._is_serving, self._is_sleeping, self._role = load.serves, load.sleeps, load.role
-        self._reported_load = load.open_choices
+        self._reported_load, self._reported_free_tokens = load.open_choices, load.free_tokens
         self._sent_since = 0
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
         """Pass the group's admissions to the listener."""
         known = list(admissions)
-        self._unanswered.difference_update(admission.request_id for admission in known)
+        for admission in known:
+            self._forget_unanswered(admission.request_id)
         if self._listener is not None:
             self._listener.on_admissions(known)
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
         """Report the requests that the group will not answer."""
-        unanswered, self._unanswered = self._unanswered, set()
+        unanswered, self._unanswered, self._unanswered_tokens = self._unanswered, {}, 0
         self._is_serving = self._is_sleeping = False
+        self._reported_free_tokens = None
         if unanswered and self._listener is not None:
             self._listener.on_scheduler_lost(unanswered)
+
+    def _forget_unanswered(self, request_id: RequestId) -> None:
+        self._unanswered_tokens -= self._unanswered.pop(request_id, 0)
 
     async def _watch(self) -> None:
         """Poll a scheduler that does not report its load, which is of an earlier version."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.fleet.names import PREFIX_TOKENS
+from common.types import EXPECTED_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,10 +33,19 @@ LOAD_FACTOR = 1.25
 
 @dataclass(frozen=True, slots=True)
 class RoutingCandidate:
-    """A group that would serve a request now, and the number of its requests."""
+    """A group that would serve a request now, and the number of its requests.
+
+    `free_tokens` is its room for KV, in tokens, beside what these are expected to need; None: not known.
+    """
 
     name: str
     load: int
+    free_tokens: int | None = None
+
+    def after(self, tokens: int) -> RoutingCandidate:
+        """Return the group with one more request, of `tokens` tokens."""
+        left = None if self.free_tokens is None else self.free_tokens - tokens
+        return RoutingCandidate(self.name, self.load + 1, left)
 
 
 class RoutingPolicy(Protocol):
@@ -91,6 +101,29 @@ class PrefixAware:
             name = prefix.name
             with_room = heapq.nlargest(prefix.width, with_room, lambda candidate: score(name, candidate.name))
         return max(with_room, key=lambda candidate: score(key, candidate.name)).name
+
+
+def with_room(candidates: Sequence[RoutingCandidate], tokens: int) -> Sequence[RoutingCandidate]:
+    """Return the groups that have room for a request of `tokens` tokens; if none has, all of them.
+
+    A group that does not report its room counts as one that has it. A policy that chooses among the result keeps a
+    request where its prefix is cached while there is room, and avoids that a full group preempts beside one with room.
+    """
+    roomy = [each for each in candidates if each.free_tokens is None or each.free_tokens >= tokens]
+    return roomy or candidates
+
+
+def expected_tokens(request: ScheduleRequest) -> int:
+    """Return the tokens of KV that a request is expected to need: its prompt, and the output of all its choices."""
+    options = request.options
+    before = len(options.turn.conversation_ids) if options.turn is not None else 0
+    if options.pooling is not None:
+        return before + len(request.token_ids)
+    generated = len(options.resume.token_ids) if options.resume is not None else 0
+    most = options.stop.max_tokens
+    # A resumed request may generate as many as at first, less what it has generated.
+    left = EXPECTED_OUTPUT_TOKENS if most is None else min(EXPECTED_OUTPUT_TOKENS, max(1, most - generated))
+    return before + len(request.token_ids) + options.n * (generated + left)
 
 
 def score(key: bytes, name: str) -> int:

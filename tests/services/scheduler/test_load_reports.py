@@ -27,10 +27,13 @@ async def pipeline(tmp_path: Path) -> AsyncIterator[Pipeline]:
 async def test_a_stream_begins_with_a_report_and_changes_follow(pipeline: Pipeline) -> None:
     await until(lambda: pipeline.loads and pipeline.loads[-1].serves)
     assert pipeline.loads[-1].open_choices == 0
+    room = pipeline.loads[-1].free_tokens
+    assert room > 0
     for number in range(6):
         assert not (await pipeline.submit(f"r{number}", max_tokens=None)).HasField("rejected")
         # With the admission comes the load that includes it.
         assert number + 1 in [load.open_choices for load in pipeline.loads]
+    assert pipeline.loads[-1].free_tokens < room
     before = len(pipeline.loads)
     for number in range(6):
         await pipeline.abort(f"r{number}")

@@ -455,6 +455,7 @@ class SchedulerLoad(_message.Message):
     SERVES_FIELD_NUMBER: _builtins.int
     SLEEPS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    FREE_TOKENS_FIELD_NUMBER: _builtins.int
     open_choices: _builtins.int
     """Choices that wait or run."""
     serves: _builtins.bool
@@ -462,6 +463,10 @@ class SchedulerLoad(_message.Message):
     sleeps: _builtins.bool
     """Whether its workers sleep: a request waits for them to be woken, so groups that serve are preferred."""
     role: Global___SchedulerRole.ValueType
+    free_tokens: _builtins.int
+    """Tokens for whose KV there is room on the device, beside what open requests hold and are expected to need; in steps of
+    a 64th of it all. Absent: not known, as before the workers are ready, or there is no KV.
+    """
     def __init__(
         self,
         *,
@@ -469,12 +474,15 @@ class SchedulerLoad(_message.Message):
         serves: _builtins.bool = ...,
         sleeps: _builtins.bool = ...,
         role: Global___SchedulerRole.ValueType = ...,
+        free_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_choices", b"open_choices", "role", b"role", "serves", b"serves", "sleeps", b"sleeps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "open_choices", b"open_choices", "role", b"role", "serves", b"serves", "sleeps", b"sleeps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
+    _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_tokens) -> _WhichOneofReturnType__free_tokens | None: ...
 
 Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
 

@@ -16,10 +16,10 @@ from common.rpc.discovery import Discovery
 from common.rpc.peers import Servers, servers_at
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
-from common.types import GroupRole, RequestId, RequestOptions, SessionWish, Subject, View
+from common.types import EXPECTED_OUTPUT_TOKENS, GroupRole, RequestId, RequestOptions, SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing.fleet import Fleet
-from services.tokenizer.routing.policies import PrefixAware, RoundRobin
+from services.tokenizer.routing.policies import LOAD_FACTOR, PrefixAware, RoundRobin
 from tests.fakes.scheduler import FakeScheduler
 from tests.services.tokenizer.routing.requests import schedule
 from tests.waiting import until
@@ -265,6 +265,46 @@ async def test_requests_that_a_report_cannot_include_count_until_their_admission
         await until(lambda: len(scheduler.requests) == 3)
         scheduler.load = scheduler_pb2.SchedulerLoad(open_choices=6, serves=True)
         await until(lambda: replica.load == 9)
+
+
+async def test_a_full_group_gets_nothing_while_another_has_room_and_all_are_used_once_none_has(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    for group in tier.groups:
+        # As the group would report it without having got anything else.
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, free_tokens=1000)
+        group.scheduler.answers = False
+    # Three ids, and the usual output.
+    needed = 3 + EXPECTED_OUTPUT_TOKENS
+    async with tier.run(PrefixAware(LOAD_FACTOR)) as fleet:
+        replicas = [fleet._replicas[group.address] for group in tier.groups]
+        await until(lambda: [replica.free_tokens for replica in replicas] == [1000, 1000])
+        # Equal beginnings have one favourite, which has room for one of them; then neither has room for another.
+        fleet.submit([schedule("0")])
+        [home] = [replica for replica in replicas if replica.free_tokens == 1000 - needed]
+        [other] = [replica for replica in replicas if replica is not home]
+        fleet.submit([schedule("1")])
+        assert (home.load, other.load) == (1, 1)
+        fleet.submit([schedule("2"), schedule("3")])
+        assert (home.load, other.load) == (3, 1)
+        # What a report cannot include counts until the admission.
+        assert home.free_tokens == 1000 - 3 * needed
+        other_group = tier.groups[replicas.index(other)].scheduler
+        other_group.load = scheduler_pb2.SchedulerLoad(serves=True, open_choices=1, free_tokens=5 * needed)
+        await until(lambda: other.free_tokens == 4 * needed)
+        # Divided before any report, as long as there is room.
+        fleet.submit([schedule(f"{number}") for number in range(4, 9)])
+        assert other.free_tokens == 0
+        assert home.load == 4
+
+
+async def test_the_room_of_a_group_is_unknown_once_it_is_lost(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 1)
+    tier.groups[0].scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, free_tokens=5)
+    async with tier.run(RoundRobin()) as fleet:
+        [replica] = fleet._replicas.values()
+        await until(lambda: replica.free_tokens == 5)
+        await tier.groups[0].stop()
+        await until(lambda: replica.free_tokens is None)
 
 
 async def test_a_group_that_reports_that_it_serves_nothing_gets_nothing(tmp_path: Path) -> None:

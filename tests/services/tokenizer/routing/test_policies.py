@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.images import image_ids
-from common.types import Subject, View
+from common.types import (
+    EXPECTED_OUTPUT_TOKENS,
+    Pooling,
+    RequestOptions,
+    Resume,
+    SessionTurn,
+    StopConditions,
+    Subject,
+    View,
+)
 from services.tokenizer.routing.policies import (
     FREE_LOAD,
     LeastLoaded,
@@ -21,9 +30,11 @@ from services.tokenizer.routing.policies import (
     RoundRobin,
     RoutingCandidate,
     affinity_key,
+    expected_tokens,
     favourite,
     make_policy,
     session_key,
+    with_room,
 )
 from tests.services.tokenizer.routing.requests import schedule
 
@@ -130,3 +141,50 @@ def test_sessions_of_one_name_are_apart_for_different_users_and_move_only_with_t
     homes = {key: favourite(key, names) for key in many}
     assert set(homes.values()) == set(names)
     assert all(homes[key] == favourite(key, ["a", "b"]) for key in many if homes[key] != "c")
+
+
+rooms = st.lists(st.none() | st.integers(-50, 200), min_size=1, max_size=8)
+
+
+@given(rooms, st.integers(1, 150))
+def test_only_groups_with_room_are_offered_while_there_are_any(free: list[int | None], tokens: int) -> None:
+    groups = [RoutingCandidate(f"group-{index}", 0, each) for index, each in enumerate(free)]
+    offered = with_room(groups, tokens)
+    roomy = [each for each in groups if each.free_tokens is None or each.free_tokens >= tokens]
+    assert list(offered) == (roomy or groups)
+
+
+@given(st.lists(keys, min_size=20, max_size=20, unique=True))
+def test_prompts_leave_a_full_group_and_no_other(asked: list[bytes]) -> None:
+    policy = PrefixAware(1.25)
+    empty = [RoutingCandidate(name, 0, 1000) for name in NAMES]
+    full = [RoutingCandidate(each.name, 0, 99 if each.name == NAMES[0] else 1000) for each in empty]
+    for key in asked:
+        home = policy.choose(key, with_room(empty, 100))
+        now = policy.choose(key, with_room(full, 100))
+        assert now != NAMES[0]
+        assert home in (now, NAMES[0])
+
+
+def test_a_request_takes_room_in_what_is_known_of_its_group() -> None:
+    assert RoutingCandidate("a", 3, 100).after(40) == RoutingCandidate("a", 4, 60)
+    assert RoutingCandidate("a", 3).after(40) == RoutingCandidate("a", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "output"),
+    [
+        (RequestOptions(), EXPECTED_OUTPUT_TOKENS),
+        (RequestOptions(stop=StopConditions(max_tokens=10)), 10),
+        (RequestOptions(stop=StopConditions(max_tokens=10_000)), EXPECTED_OUTPUT_TOKENS),
+        (RequestOptions(stop=StopConditions(max_tokens=10), n=3), 30),
+        # Four of the ten are there.
+        (RequestOptions(stop=StopConditions(max_tokens=10), resume=Resume((1, 2, 3, 4), 9)), 10),
+        (RequestOptions(resume=Resume((1, 2, 3, 4), 9)), EXPECTED_OUTPUT_TOKENS + 4),
+        (RequestOptions(pooling=Pooling.LAST), 0),
+        # The conversation that the turn continues, and no more than one token is generated.
+        (RequestOptions(turn=SessionTurn("one", conversation_ids=(5,) * 7), stop=StopConditions(max_tokens=0)), 8),
+    ],
+)
+def test_a_request_is_expected_to_need_its_prompt_and_a_usual_output(options: RequestOptions, output: int) -> None:
+    assert expected_tokens(replace(schedule("1", ids=[1, 2, 3]), options=options)) == 3 + output
