@@ -115,13 +115,13 @@ GROUP_LAYOUTS = (
     GroupLayout(
         "two groups small steps",
         "both=2",
-        _rising(8192, 3.5, 4, 4.5, 5.5, 6.5) + _rising(1784, 16, 22, 25, 28),
+        _rising(8192, 3.5, 4.5, 6.5) + _rising(1784, 16, 22, 28),
         ("scheduler.max_step_tokens=1024",),
     ),
     GroupLayout(
         "prefill and decode small steps",
         "prefill=1,decode=1",
-        _rising(8192, 3, 3.5, 4, 4.5) + _rising(1784, 8, 12, 16, 20),
+        _rising(8192, 3.5, 4, 4.5) + _rising(1784, 8, 12, 16),
         ("scheduler.max_step_tokens=2048",),
     ),
 )

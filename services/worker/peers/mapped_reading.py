@@ -79,6 +79,10 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
             read, copying = running.popleft()
             await asyncio.wait([copying])
             copying.result()
+            # Slices that have been copied meanwhile are reported with it.
+            while running and running[0][1].done():
+                read, copying = running.popleft()
+                copying.result()
             report = worker_pb2.ReadMappedPagesRequest(read_pages=read)
     finally:
         if running:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import gelu, layer_norm, relu, scaled_dot_product_attention, silu
 
 from services.worker.engine.encoder.config import EncoderActivation
@@ -28,6 +30,10 @@ ACTIVATIONS: dict[EncoderActivation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 # Texts whose lengths fall between the same multiples of this are computed together, filled up to the longest of them.
 _STEP = 16
+# Of FlashAttention: the oldest GPUs, types, and components of a head, which are a multiple of a step up to a limit.
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_TYPES = (torch.bfloat16, torch.float16)
+_FLASH_STEP, _FLASH_WIDEST = 8, 256
 
 
 class Encoder:
@@ -84,23 +90,44 @@ class _Group:
 
 
 class TextAttention:
-    """Bidirectional attention for one batch. What fills rectangles up is masked, and nothing of it is kept."""
+    """Bidirectional attention for one batch.
+
+    Texts of one length are a rectangle. Others are computed as they are by FlashAttention (Dao 2023, as torch packages
+    it for GPUs from Ampere on), and elsewhere as rectangles: what fills those up is masked, and nothing of it is kept.
+    """
 
     def __init__(
         self, lengths: NDArray[np.int64], heads: int, device: torch.device, *, window: int | None = None
     ) -> None:
         """Prepare for consecutive texts of `lengths` tokens, which see `window` tokens to each side; None: all."""
         self._heads = heads
-        starts = np.cumsum(lengths) - lengths
-        buckets = -(-lengths // _STEP)
-        self._groups = [
-            _group(starts[buckets == one], lengths[buckets == one], device, window) for one in np.unique(buckets)
-        ]
+        self._lengths = lengths
+        self._device = device
+        self._window = window
+        self._longest = int(lengths.max(initial=0))
+        has_window = window is not None and self._longest > window + 1
+        self._are_equal = not has_window and len(lengths) > 0 and bool((lengths == self._longest).all())
+        self._ends = (
+            to_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
+            if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FLASH_CAPABILITY
+            else None
+        )
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """Return the attention output [tokens, hidden] for queries, keys and values side by side [tokens, 3 hidden]."""
         hidden = qkv.shape[1] // 3
         heads = qkv.view(-1, 3, self._heads, hidden // self._heads)
+        if self._are_equal:
+            texts = heads.view(len(self._lengths), self._longest, *heads.shape[1:])
+            attended = scaled_dot_product_attention(*texts.permute(2, 0, 3, 1, 4))
+            return attended.transpose(1, 2).reshape(-1, hidden)
+        if self._ends is not None and _suits_flash(heads):
+            seen = -1 if self._window is None else self._window
+            attended = varlen_attn(
+                *heads.unbind(1), self._ends, self._ends, self._longest, self._longest, window_size=(seen, seen)
+            )
+            assert isinstance(attended, torch.Tensor), "nothing beside it was asked for"
+            return attended.reshape(-1, hidden)
         output = qkv.new_empty(qkv.shape[0], hidden)
         for group in self._groups:
             # [3, texts, heads, longest, head_dim]
@@ -109,6 +136,20 @@ class TextAttention:
             flat = attended.transpose(1, 2).reshape(-1, hidden)
             output[group.numbers] = flat[group.places] if group.is_filled_up else flat
         return output
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        lengths, starts = self._lengths, np.cumsum(self._lengths) - self._lengths
+        buckets = -(-lengths // _STEP)
+        return [
+            _group(starts[buckets == one], lengths[buckets == one], self._device, self._window)
+            for one in np.unique(buckets)
+        ]
+
+
+def _suits_flash(heads: torch.Tensor) -> bool:
+    head_dim = heads.shape[-1]
+    return heads.dtype in _FLASH_TYPES and head_dim % _FLASH_STEP == 0 and head_dim <= _FLASH_WIDEST
 
 
 def _group(starts: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device, window: int | None) -> _Group:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.functional import layer_norm
+from torch.nn.functional import layer_norm, pad
 
 from common.types import PackedPixels
 from services.worker.engine.encoder.weights import Norm
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import Activation
     from services.worker.engine.vision.config import VisionConfig
+
+# With rows of weights that do not begin at multiples of 16 bytes, cuBLAS takes programs for older GPUs.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,22 @@ class VisionReader:
         return self.kernels.linear(weight.clone(), bias)
 
     def gated(self, gate: str, up: str, outputs: int, inputs: int, activation: Activation) -> GatedLinear:
-        """Return the first half of a gated feed-forward layer with biases."""
-        read, prefix = self.checkpoint.read_beside, self.prefix
-        gate_weight, up_weight = (read(f"{prefix}{name}.weight", (outputs, inputs)).clone() for name in (gate, up))
-        gate_bias, up_bias = (read(f"{prefix}{name}.bias", (outputs,)) for name in (gate, up))
+        """Return the first half of a gated feed-forward layer with biases, with `aligned` outputs."""
+        missing = aligned(outputs) - outputs
+
+        def read(name: str, *shape: int) -> torch.Tensor:
+            # A copy, as everything that is padded.
+            return pad(self.checkpoint.read_beside(self.prefix + name, shape), (0, 0) * (len(shape) - 1) + (0, missing))
+
+        gate_weight, up_weight = (read(f"{name}.weight", outputs, inputs) for name in (gate, up))
+        gate_bias, up_bias = (read(f"{name}.bias", outputs) for name in (gate, up))
         return self.kernels.gated_linear(gate_weight, up_weight, (gate_bias, up_bias), activation)
+
+    def aligned_linear(self, name: str, outputs: int, inputs: int) -> Linear:
+        """Return a product of `aligned` inputs, of which those after the first `inputs` are zeros."""
+        weight = self.checkpoint.read_beside(f"{self.prefix}{name}.weight", (outputs, inputs))
+        bias = self.checkpoint.read_beside(f"{self.prefix}{name}.bias", (outputs,))
+        return self.kernels.linear(pad(weight, (0, aligned(inputs) - inputs)), bias)
 
     def patches(self, name: str, outputs: int, *kernel: int, has_bias: bool = True) -> Linear:
         """Return a convolution whose steps are as long as its kernel [channels, ...]: a product with whole patches."""
@@ -160,6 +174,11 @@ class VisionLayer:
 def normed(hidden: torch.Tensor, norm: Norm, epsilon: float) -> torch.Tensor:
     """Return `hidden` [patches, hidden], normalised."""
     return layer_norm(hidden, hidden.shape[1:], norm.weight, norm.bias, epsilon)
+
+
+def aligned(width: int) -> int:
+    """Return the columns, no fewer than `width`, that matrix units take at full speed."""
+    return -(-width // _ALIGNMENT) * _ALIGNMENT
 
 
 def batches(sizes: Sequence[int], most: int) -> list[range]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,11 +77,25 @@ class PatchRotation:
 
 
 def rotate(qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """Rotate queries and keys of [patches, 3 * hidden] in place, by cosines and sines [patches, head_dim / 2]."""
+    """Rotate queries and keys of [patches, 3 * hidden] in place, by cosines and sines [patches, head_dim / 2] float32.
+
+    In one program on a GPU that Triton serves.
+    """
+    if qkv.is_cuda and _has_triton():
+        # Imported here because it needs Triton.
+        from services.worker.engine.kernels.gpu.patch_rotation import rotate as rotate_on_gpu
+
+        rotate_on_gpu(qkv, cosines, sines)
+        return
     halves = qkv.view(len(qkv), 3, -1, 2, cosines.shape[1])[:, :2]
     cosine, sine = cosines[:, None, None], sines[:, None, None]
     first, second = (half.float() for half in halves.unbind(3))
     halves.copy_(torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=3))
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def joined_pixels(images: Sequence[EncoderImage], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

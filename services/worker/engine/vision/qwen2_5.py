@@ -14,7 +14,7 @@ from services.worker.engine.model.config import Activation
 from services.worker.engine.uploads import to_device
 from services.worker.engine.vision.axes import read_axes
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
-from services.worker.engine.vision.encoder import VisionReader, batches
+from services.worker.engine.vision.encoder import VisionReader, aligned, batches
 from services.worker.engine.vision.family import VisionFamily
 from services.worker.engine.vision.patches import (
     BATCH_PATCHES,
@@ -117,7 +117,7 @@ class Qwen25Encoder:
 
     def batch_bytes(self) -> int:
         config = self.config
-        columns = 14 * config.hidden_size + 3 * config.intermediate_size
+        columns = 14 * config.hidden_size + 3 * aligned(config.intermediate_size)
         return BATCH_PATCHES * columns * self._kernels.activation_dtype.itemsize
 
     def _encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ def _layer(read: VisionReader, name: str, config: VisionConfig) -> _Layer:
         attention_output=read.linear(f"{name}.attn.proj", hidden, hidden),
         feed_forward_norm=read.tensor(f"{name}.norm2.weight", hidden),
         gate_up=read.gated(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", inner, hidden, Activation.SILU),
-        down=read.linear(f"{name}.mlp.down_proj", hidden, inner),
+        down=read.aligned_linear(f"{name}.mlp.down_proj", hidden, inner),
     )
 
 
