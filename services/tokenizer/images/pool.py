@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
-import os
 import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from common.logs import get_logger
 from common.room import SharedRoom
 from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
-from services.tokenizer.images.child import LENGTH, ChildLimits
+from services.tokenizer.images.decoding_process import ABANDONED_S, DecodingProcess
 from services.tokenizer.images.faults import described
 from services.tokenizer.images.processor import PreparedImage, RefusedImageError, prepared, prepared_video
 from services.tokenizer.images.recent import key_of
@@ -31,19 +28,13 @@ if TYPE_CHECKING:
 
     from common.requests import ImageFile
     from common.types import Subject, View
+    from services.tokenizer.images.child import ChildLimits
     from services.tokenizer.images.processor import Grid, ImageProcessor, JsonObject
     from services.tokenizer.images.recent import RecentImages
 
-COMMAND = (sys.executable, "-m", "services.tokenizer.images.child")
-# What a process gets of the environment, which may hold secrets.
-ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
-START_TIMEOUT_S = 60.0
-# For the end of a process that was killed.
-END_TIMEOUT_S = 10.0
 # Pause after a process that did not start.
 RETRY_S = 1.0
 RETRY_AFTER_MS = 1000
-MAX_ANSWER_BYTES = 4096
 # The room for files that wait, in pieces of this many bytes.
 PIECE_BYTES = 64 * 1024
 WAITING_PIECES = 8192
@@ -55,8 +46,6 @@ SECOND_COST = 16 * 1024 * 1024
 REPLACEMENT_S = 0.5
 # Between searches for images that are not kept any longer.
 EXPIRY_S = 15.0
-# How long an image is decoded on after its request was cancelled, before its process is replaced.
-ABANDONED_S = 1.0
 # For how long a tenant that has sent an image is expected to send another one.
 PRESENCE_S = 300.0
 # Of processes, where their number is not configured: one user cannot use the last one.
@@ -258,7 +247,7 @@ class ImagePool:
         while True:
             try:
                 process = await DecodingProcess.start(self._arguments)
-            except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+            except (OSError, TimeoutError, ValueError, EOFError) as error:
                 self._log.error("images.process_failed", reason=str(error) or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -275,7 +264,7 @@ class ImagePool:
         except TimeoutError:
             outcome = "abandoned" if job.result.cancelled() else "timeout"
             return self._refuse(job, f"takes longer than {self._timeout_s:g} s to decode", outcome)
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, EOFError):
             return await self._refuse_ended(process, job)
         except (ValueError, RecursionError):
             return self._refuse(job, CRASHED, "crash")
@@ -393,94 +382,3 @@ def _hurried(deadline: asyncio.Timeout, result: asyncio.Future[Any]) -> Iterator
 
 def _prepared(processor: ImageProcessor, grid: Grid, values: bytes, times: FrameTimes | None) -> PreparedImage:
     return prepared(processor, grid, values) if times is None else prepared_video(processor, grid, values, times)
-
-
-class DecodingProcess:
-    """One process, which decodes one image after the other."""
-
-    def __init__(self, process: asyncio.subprocess.Process, *, is_filtered: bool) -> None:
-        """Use a process that waits for its first image; `is_filtered`: the kernel limits what it can call."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.is_filtered = is_filtered
-        self._process = process
-        self._input = process.stdin
-        self._output = process.stdout
-
-    @classmethod
-    async def start(cls, arguments: Sequence[str]) -> DecodingProcess:
-        """Start a process and wait until it is confined.
-
-        Raises:
-            OSError, TimeoutError, ValueError, asyncio.IncompleteReadError: it does not start.
-        """
-        variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND, str(os.getpid()), *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            # Threads could not be started, and their stacks would count as memory.
-            env={**variables, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        started = cls(process, is_filtered=False)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                started.is_filtered = bool(json.loads(await started._read(MAX_ANSWER_BYTES))["is_filtered"])
-        except BaseException:
-            await started.kill()
-            raise
-        return started
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.returncode is not None
-
-    async def decode(self, file: ImageFile, max_bytes: int) -> tuple[JsonObject, bytes]:
-        """Return the answer to an image, and its values of at most `max_bytes`. After an error, kill the process.
-
-        Raises:
-            OSError, asyncio.IncompleteReadError: the process has ended.
-            ValueError, RecursionError: the answer is malformed.
-        """
-        question = {
-            "detail": file.detail, "frames": len(file.frames), "is_video_file": file.is_video_file,
-            "rate": file.frames_per_second,
-        }  # fmt: skip
-        head = json.dumps(question).encode()
-        for part in (head, *(file.frames or (file.data,))):
-            self._input.write(LENGTH.pack(len(part)))
-            self._input.write(part)
-        await self._input.drain()
-        answer = json.loads(await self._read(MAX_ANSWER_BYTES))
-        if not isinstance(answer, dict):
-            raise ValueError("an object is expected")
-        return answer, await self._read(max_bytes)
-
-    async def exit_status(self) -> int | None:
-        """Wait for a process that has closed its output to end; return the negative number of the signal that ended it.
-
-        None: it does not end soon.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ABANDONED_S):
-                await self._process.communicate()
-        return self._process.returncode
-
-    async def kill(self) -> None:
-        """Kill the process and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        # `wait` returns once the pipes are closed, and the end of a pipe is seen only once it is read.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await asyncio.shield(self._process.communicate())
-
-    async def _read(self, max_bytes: int) -> bytes:
-        length = LENGTH.unpack(await self._output.readexactly(LENGTH.size))[0]
-        if length > max_bytes:
-            raise ValueError(f"a part of {length} bytes")
-        return await self._output.readexactly(length)

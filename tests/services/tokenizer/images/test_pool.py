@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from common.errors import InvalidRequestError, PandoError, QueueFullError
 from common.requests import ImageFile
 from common.types import ErrorCode, Subject, View
-from services.tokenizer.images import pool
+from services.tokenizer.images import decoding_process, pool
 from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.pool import WAITING_PIECES, ImagePool, usual_processes
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
@@ -279,7 +279,9 @@ async def test_a_process_that_ends_or_answers_nonsense_fails_its_image_only(
     answer: str, words: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
-    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
+    monkeypatch.setattr(
+        decoding_process, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format)))
+    )
     bench = Bench(directory, timeout_s=1.0 if answer == ENDLESS else 60.0)
     async with running(bench):
         assert words in await bench.refusal(file_of(picture(30, 30)))
@@ -291,7 +293,9 @@ async def test_an_error_of_the_decoding_process_is_no_fault_of_the_image(
 ) -> None:
     answer = "write(b'{\"failure\": \"TypeError: no such thing\"}'); write(b'')"
     program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
-    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
+    monkeypatch.setattr(
+        decoding_process, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format)))
+    )
     bench, file = Bench(directory), ImageFile(file_of(picture(30, 30)))
     async with running(bench):
         with capture_logs() as logged, pytest.raises(PandoError) as caught:
@@ -340,7 +344,7 @@ class NotedBench(Bench):
         super().__init__(directory, processes=processes)
         self.mark = directory / "mark"
         program = NOTING_CHILD.replace("LENGTH", repr(LENGTH.format)).replace("MARK", repr(str(self.mark)))
-        monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program))
+        monkeypatch.setattr(decoding_process, "COMMAND", (sys.executable, "-c", program))
 
     @property
     def noted(self) -> list[str]:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from common.errors import InvalidRequestError
 from common.requests import ImageFile
 from common.types import ErrorCode, Subject
-from services.tokenizer.images import pool
+from services.tokenizer.images import decoding_process
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.services.tokenizer.images.test_pool import ADA, LIMITS, MOST_BYTES, Bench, directory, running
 
@@ -43,7 +43,7 @@ async def test_an_image_that_takes_more_time_of_a_processor_is_refused_and_other
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", PROGRAM))
+    monkeypatch.setattr(decoding_process, "COMMAND", (sys.executable, "-c", PROGRAM))
     good, endless = (ImageFile(file_of(picture(side, 30))) for side in (30, ENDLESS_SIDE))
     bench = Bench(directory, processes=2, limits=replace(LIMITS, cpu_seconds=CPU_SECONDS))
     async with running(bench):

@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.requests import ImageFile
-from services.tokenizer.images import pool
+from services.tokenizer.images import decoding_process
 from services.tokenizer.images.child import LENGTH, Cutting
 from services.tokenizer.images.processor import Detail, RefusedImageError, prepared_video
 from services.tokenizer.images.registry import read_processor
@@ -163,7 +163,9 @@ async def test_a_process_that_states_impossible_footage_fails_its_video_only(
     steps = 384 if "1000000" in stated else 4
     answer = f"""write(b'{{"grid": [{steps}, 2, 2], {stated}}}'); write(bytes({steps * 4 * 3 * 2 * 14 * 14}))"""
     program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
-    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
+    monkeypatch.setattr(
+        decoding_process, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format)))
+    )
     bench = Bench(directory, timeout_s=10.0)
     async with running(bench):
         assert "crashed" in await refusal(bench, b"")
