@@ -7,6 +7,7 @@ from io import BytesIO
 
 import numpy as np
 from PIL import (
+    ExifTags,
     GifImagePlugin,
     Image,
     ImageOps,
@@ -25,6 +26,8 @@ _PLUGINS = (GifImagePlugin, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, Web
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 # Photos with further ones beside them, such as a preview or the second eye's: the first one counts.
 _WITH_PREVIEWS = "MPO"
+# The orientation of most pictures.
+_UPRIGHT = 1
 WHITE = (255, 255, 255, 255)
 
 
@@ -66,7 +69,8 @@ def _check(image: Image.Image, max_pixels: int) -> None:
 def _upright(image: Image.Image) -> Image.Image:
     """Return the picture turned as its EXIF data say; damaged data say nothing."""
     with contextlib.suppress(Exception):
-        return ImageOps.exif_transpose(image)
+        if image.getexif().get(ExifTags.Base.Orientation, _UPRIGHT) != _UPRIGHT:
+            return ImageOps.exif_transpose(image)
     return image
 
 
@@ -78,4 +82,5 @@ def _rgb(image: Image.Image) -> Image.Image:
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image).convert("RGB")
-    return image.convert("RGB")
+    # Pillow would copy one that is in this mode.
+    return image if image.mode == "RGB" else image.convert("RGB")
