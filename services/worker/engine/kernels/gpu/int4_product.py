@@ -287,10 +287,11 @@ class Int4Tile:
     depth: int
 
 
-def int4_tile(tokens: int, outputs: int, width: int) -> Int4Tile:
+def int4_tile(tokens: int, outputs: int, width: int, *, is_hopper: bool) -> Int4Tile:
     """Choose the division of a product of up to _MOST_TOKENS tokens, as measured on an H200 with shapes of an 8B model.
 
-    Tiles of one slice have 64 outputs, which four warps multiply at once.
+    In tiles of one slice, four warps multiply 64 outputs at once. Each tile reads the inputs of its tokens from the
+    second-level cache, which bounds products of many, so those tiles are as large as Hopper's registers permit.
     """
     depth = 128 if width % 128 == 0 else 64
     if tokens <= 8:
@@ -300,6 +301,9 @@ def int4_tile(tokens: int, outputs: int, width: int) -> Int4Tile:
         return Int4Tile(Tile(16, 64, 4, 5, programs=2 * FOUR_EACH, steps=8), slices=1, depth=depth)
     if tokens <= 64:
         return Int4Tile(Tile(64, 64, 4, 5, programs=TWO_EACH, steps=8), slices=1, depth=64)
+    if is_hopper:
+        rows = 128 if tokens <= 128 else 256
+        return Int4Tile(Tile(rows, 128, 8, 4, programs=MULTIPROCESSORS, steps=8), slices=1, depth=64)
     return Int4Tile(Tile(128, 64, 4, 4, programs=TWO_EACH, steps=16, least_parts=3), slices=1, depth=64)
 
 
@@ -325,7 +329,7 @@ class Int4Product:
         if tokens > _MOST_TOKENS:
             write_widened(self.widened, inputs, bias, outputs, adds=adds)
             return
-        division = int4_tile(tokens, self.outputs, self._width)
+        division = int4_tile(tokens, self.outputs, self._width, is_hopper=self._is_hopper)
         steps = self._width // division.depth
         launch = ProductLaunch(division.tile, bias, outputs, adds, steps // division.slices)
         partial_sums = launch.partial_sums()

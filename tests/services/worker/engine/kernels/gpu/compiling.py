@@ -215,16 +215,26 @@ def quantised_sizes() -> list[int]:
         for bits, group in ((4, 16), (5, 32), (6, 16), (8, 32)):
             what = {"BITS": bits, "GROUP": group, "PACK": grouped_product.pack_of(4096, group), "HAS_SHIFTS": True}
             sizes.append(build(grouped_product._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
-    for tokens, group, offset in ((1, 128, 1), (9, 32, 2), (17, 64, 0), (33, 128, 1), (65, 32, 2), (65, 16, 0)):
-        division = int4_product.int4_tile(tokens, 4096, 4096)
-        tile = division.tile
-        cut = {"PARTS": 4, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": group, "OFFSET": offset}
-        cut |= {"SLICES": division.slices, "DEPTH": division.depth, "IS_RAGGED": tokens == 1}
-        for dtype in ("*bf16", "*fp16"):
+    packing = (
+        (1, 128, 1),
+        (9, 32, 2),
+        (17, 64, 0),
+        (33, 128, 1),
+        (65, 32, 2),
+        (65, 16, 0),
+        (129, 128, 1),
+        (129, 16, 2),
+    )
+    for tokens, group, offset in packing:
+        for dtype, target in itertools.product(("*bf16", "*fp16"), (HOPPER, BLACKWELL)):
+            division = int4_product.int4_tile(tokens, 4096, 4096, is_hopper=target is HOPPER)
+            tile = division.tile
+            cut = {"PARTS": 4, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": group, "OFFSET": offset}
+            cut |= {"SLICES": division.slices, "DEPTH": division.depth, "IS_RAGGED": tokens == 1}
             given = f"{dtype} *u8 *i32 *i32 {dtype} {dtype} *fp32 i32 i32 i32"
-            for target in (HOPPER, BLACKWELL):
-                how = {"HAS_BIAS": True, "ADDS": True, "OVERLAPS": True, "IS_HOPPER": target is HOPPER}
-                sizes.append(build(int4_product.int4_product, given, tile.warps, target, **how, **cut))
+            how = {"HAS_BIAS": True, "ADDS": True, "OVERLAPS": True, "IS_HOPPER": target is HOPPER}
+            sizes.append(build(int4_product.int4_product, given, tile.warps, target, **how, **cut))
+        for dtype in ("*bf16", "*fp16"):
             given = f"*u8 *i32 *i32 {dtype} i32 i32 i32 i32"
             sizes.append(build(int4_product.widen, given, 4, BLOCKS=4, GROUP=group, OFFSET=offset))
     fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": grouped_product.pack_of(2880, 32), "HAS_SHIFTS": False}

@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[int, int, int], GroupedMatrix]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [2, 12, 20, 40, 70])
+@pytest.mark.parametrize("tokens", [2, 12, 20, 40, 70, 140])
 @pytest.mark.parametrize(
     ("kind", "group"), [("symmetric", 32), ("zero points", 128), ("zero points", 16), ("shifts", 64)]
 )
