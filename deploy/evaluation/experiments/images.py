@@ -18,6 +18,9 @@ each part. Each must serve the model under its directory's name; `--write-model`
     python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --size 224x224 \
         --streams 4 --images 32 --concurrency 4 --url pando=http://localhost:8401 --url vllm=http://localhost:8402
 
+Of a deployment that is started here, the processor time of each service for a picture is measured, too, with that of
+the processes that it has started: the tokenizer's includes decoding.
+
 Pictures are random, sent as PNG in data URLs, and new in each request unless it is about the same one again. Parts take
 turns: each round has one of each, or of `--parts`. Figures are printed, and written, after each part; no part begins
 that would end after `--time-limit`.
@@ -33,7 +36,7 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,9 +52,10 @@ from deploy.evaluation.bench.cpu import parse_target
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.evaluation.bench.partial_results import Deadline, PartialResults, report, within_time
 from deploy.evaluation.bench.transport import HttpClient, TransportError
+from deploy.evaluation.experiments.pipeline_shares import processor_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
 # Any: JSON of requests.
 Message = dict[str, Any]
@@ -156,7 +160,8 @@ def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
         try:
             with deployment:
                 report(f"a deployment serves after {time.monotonic() - began_at:.1f} s")
-                servers = [ImageServer("the deployment", HttpClient(deployment.url), label)]
+                http = HttpClient(deployment.url)
+                servers = [ImageServer("the deployment", http, label, deployment.process_ids)]
                 if failed := failures(measure(arguments, arguments.model.name, servers, deadline)):
                     report(deployment.last_lines())
         except LaunchError as error:
@@ -167,11 +172,15 @@ def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ImageServer:
-    """A server under test; `label` distinguishes its results from those of others."""
+    """A server under test; `label` distinguishes its results from those of others.
+
+    `process_ids` are those of its services, by name, if it was started here.
+    """
 
     name: str
     http: HttpClient
     label: str | None
+    process_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 async def measure(
@@ -186,7 +195,7 @@ async def measure(
     for server in servers:
         client = ImageClient(server.http, model, deadline)
         results = PartialResults("images", arguments.model.name, arguments.json, label=server.label)
-        measurements[server.name] = ImageMeasurement(arguments, client, results)
+        measurements[server.name] = ImageMeasurement(arguments, client, results, server.process_ids)
     for name, measurement in measurements.items():
         began_at = time.monotonic()
         await measurement.warm_up()
@@ -202,8 +211,15 @@ async def measure(
 class ImageMeasurement:
     """The parts of a round. Each user is new, unless a part is about what it finds of its own requests."""
 
-    def __init__(self, arguments: argparse.Namespace, client: ImageClient, results: PartialResults) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        client: ImageClient,
+        results: PartialResults,
+        process_ids: Mapping[str, int],
+    ) -> None:
         self._arguments = arguments
+        self._process_ids = process_ids
         self._client = client
         self._results = results
         self._users = (f"user {number}" for number in count())
@@ -228,10 +244,13 @@ class ImageMeasurement:
     async def throughput(self) -> None:
         """Requests of one image and one output token each, as many at once as asked."""
         pictures = self._pictures(self._arguments.images)
-        began_at = time.monotonic()
+        used, began_at = processor_seconds(self._process_ids), time.monotonic()
         await self._ask_all(pictures)
         rate = len(pictures) / (time.monotonic() - began_at)
         self._results.add(f"throughput, {self._arguments.concurrency} at once", "images/s", [rate])
+        for name, seconds in processor_seconds(self._process_ids).items():
+            spent_ms = (seconds - used[name]) / len(pictures) * 1e3
+            self._results.add(f"processor time of the {name}, throughput", "ms/image", [spent_ms])
 
     async def first_tokens(self) -> None:
         """Single requests with new images, and with the same ones and another question."""

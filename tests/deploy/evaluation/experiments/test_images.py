@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from deploy.evaluation.bench.partial_results import Deadline, PartialResults
 from deploy.evaluation.bench.transport import Response
+from deploy.evaluation.experiments import images
 from deploy.evaluation.experiments.images import (
     TEXT_IDS,
     ImageClient,
@@ -144,7 +145,7 @@ class PacedClient(ImageClient):
 def test_texts_are_as_many_and_as_long_as_images_and_their_gaps_are_compared(tmp_path: Path) -> None:
     client, file = PacedClient(), tmp_path / "results.json"
     arguments = argparse.Namespace(size=(28, 28), streams=2, rate=400.0, seconds=0.05)
-    measurement = ImageMeasurement(arguments, client, PartialResults("images", "m", file))
+    measurement = ImageMeasurement(arguments, client, PartialResults("images", "m", file), {})
 
     async def measure() -> None:
         await measurement.streams_beside_images()
@@ -170,3 +171,15 @@ def test_texts_are_as_many_and_as_long_as_images_and_their_gaps_are_compared(tmp
     assert ratio["repeats"] == 1
     assert results["ITL p99, 2 streams beside 400 images/s"]["repeats"] == 2
     assert results["prompt, text, new, beside 2 streams"]["value"] == IMAGE_PROMPT
+
+
+def test_processor_time_is_that_of_each_service_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, file = iter([{"gateway": 1.0, "worker": 20.0}, {"gateway": 1.5, "worker": 24.0}]), tmp_path / "results.json"
+    process_ids = {"gateway": 1, "worker": 2}
+    monkeypatch.setattr(images, "processor_seconds", lambda pids: next(times) if pids == process_ids else {})
+    arguments = argparse.Namespace(size=(28, 28), images=4, concurrency=2)
+    results = PartialResults("images", "m", file)
+    asyncio.run(ImageMeasurement(arguments, PacedClient(), results, process_ids).throughput())
+    found = {result["metric"]: (result["value"], result["unit"]) for result in json.loads(file.read_text())}
+    assert found["processor time of the gateway, throughput"] == (125.0, "ms/image")
+    assert found["processor time of the worker, throughput"] == (1000.0, "ms/image")
