@@ -218,8 +218,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
         """Send the content of pages."""
         heads = Span(request.first_head, request.first_head + request.heads) if request.heads else None
-        async for content in self._rank.leases.read(request.lease, list(request.device_pages), heads):
-            yield worker_pb2.ReadPagesResponse(content=content)
+        contents = self._rank.leases.read(request.lease, list(request.device_pages), heads)
+        async with contextlib.aclosing(contents):
+            async for content in contents:
+                yield worker_pb2.ReadPagesResponse(content=content)
 
     async def MapPages(  # noqa: N802
         self, request: worker_pb2.MapPagesRequest, context: Context

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common import host
 from common.errors import ConfigurationError
-from common.host import available_cores
 from services.worker.engine.adapters.active import GroupedAdapters
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.cpu.backend import CpuBackend
@@ -45,6 +45,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Types of the KV pool; `fp8` is short for e4m3.
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 _FIRST_FLOAT8_CAPABILITY = (8, 9)
+# Freed host memory that a worker with a GPU keeps.
+_KEPT_BYTES = 256 * 1024**2
 BACKENDS = ("auto", "torch", "compiled", "gpu")
 PRODUCTS = ("auto", *(way.value for way in Products))
 
@@ -92,6 +94,8 @@ def use_device(device: torch.device, threads: int) -> None:
     else:
         # For this thread, the engine's only one: launches and captures use the current device.
         torch.cuda.set_device(device)
+        # For pixels, and pages of other groups, which pass through host memory.
+        host.keep_freed_memory(_KEPT_BYTES)
 
 
 def select_dtype(name: str, config: ModelConfig, device: torch.device, library: CpuLibrary | None) -> torch.dtype:
@@ -149,7 +153,7 @@ def count_threads(options: RunnerOptions, spec: EngineSpec) -> int:
     """Return the CPU threads of this rank. Ranks that meet over the loopback share this host's cores."""
     if options.threads:
         return options.threads
-    return max(1, available_cores() // ranks_on_host(spec))
+    return max(1, host.available_cores() // ranks_on_host(spec))
 
 
 def ranks_on_host(spec: EngineSpec) -> int:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError, PermissionDeniedError
 from services.worker.engine.host_tier.shared_pages import DIRECT_SLICE_BYTES, RECALL_S, SLICE_BYTES, SLICES_AT_ONCE
+from services.worker.peers.one_ahead import one_ahead
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -135,7 +136,7 @@ class PageLeases:
             lease.has_ended = True
         self._leases.clear()
 
-    async def read(self, lease: bytes, pages: Sequence[int], heads: Span | None = None) -> AsyncIterator[bytes]:
+    async def read(self, lease: bytes, pages: Sequence[int], heads: Span | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the content of pages, as many in each part as fit into a message; of all heads, or of `heads`.
 
         Raises:
@@ -146,14 +147,12 @@ class PageLeases:
         heads = source.form.held if heads is None else heads
         if not source.form.holds(heads):
             raise InvalidRequestError(f"this rank does not hold the KV heads [{heads.start}, {heads.stop})")
-        page_bytes = source.form.bytes_of(heads)
-        at_once = max(1, MESSAGE_BYTES // page_bytes)
-        for first in range(0, len(pages), at_once):
-            some = pages[first : first + at_once]
-            content = await self._copy(held, partial(source.read_pages, some, heads))
-            if held.has_ended or len(content) != len(some) * page_bytes:
-                raise PermissionDeniedError("the lease has ended")
-            yield content
+        async with contextlib.aclosing(one_ahead(self._contents(held, source, pages, heads))) as contents:
+            async for content in contents:
+                # Also if it ended after they had been copied.
+                if held.has_ended:
+                    raise PermissionDeniedError("the lease has ended")
+                yield content
 
     async def lend(self, lease: bytes, host: str) -> AsyncGenerator[SharedPages | None, None]:
         """Yield the memory of the pages for a reader on `host`, and None as soon as the reader must unmap it.
@@ -236,6 +235,18 @@ class PageLeases:
         if held is None or held.has_ended or source is None or not held.pages.issuperset(pages):
             raise PermissionDeniedError("there is no lease of these pages; it may have ended")
         return held, source
+
+    async def _contents(
+        self, held: _Lease, source: DevicePageBytes, pages: Sequence[int], heads: Span
+    ) -> AsyncGenerator[bytes, None]:
+        page_bytes = source.form.bytes_of(heads)
+        at_once = max(1, MESSAGE_BYTES // page_bytes)
+        for first in range(0, len(pages), at_once):
+            some = pages[first : first + at_once]
+            content = await self._copy(held, partial(source.read_pages, some, heads))
+            if held.has_ended or len(content) != len(some) * page_bytes:
+                raise PermissionDeniedError("the lease has ended")
+            yield content
 
     async def _copy(self, lease: _Lease, read: Callable[[], bytes]) -> bytes:
         if lease.has_ended:

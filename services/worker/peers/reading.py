@@ -26,12 +26,13 @@ from services.worker.engine.host_tier.page_form import sources_of
 from services.worker.engine.host_tier.shared_pages import SharingError
 from services.worker.peers.mapped_reading import ReadProgress, read_mapped
 from services.worker.peers.mapping import RETRY_S, PeerMappings
+from services.worker.peers.one_ahead import one_ahead
 from services.worker.peers.sealed_memory import SealedPlace, copy_sealed, sharing_space
 from services.worker.stream_pages import StreamEndedError
 from services.worker.wire import embeddings_from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from common.transfers import PeerPages, Transfer
     from services.worker.engine.parallel.shards import Span
@@ -221,15 +222,16 @@ class PeerReader:
 
     async def _read_bytes(self, transfer: Transfer, target: PeerTarget, progress: ReadProgress) -> None:
         assert transfer.peer is not None, "checked by the engine"
-        async for content in self._assemble(transfer.peer, target):
-            end = progress.done + len(content) // target.pages.page_bytes
-            if end > transfer.pages:
-                raise _MisfitError
-            # Copies to a device are waited for.
-            await asyncio.to_thread(target.pages.write, transfer.arriving[progress.done : end], content)
-            progress.done = end
+        async with contextlib.aclosing(one_ahead(self._assemble(transfer.peer, target))) as parts:
+            async for content in parts:
+                end = progress.done + len(content) // target.pages.page_bytes
+                if end > transfer.pages:
+                    raise _MisfitError
+                # Copies to a device are waited for.
+                await asyncio.to_thread(target.pages.write, transfer.arriving[progress.done : end], content)
+                progress.done = end
 
-    async def _assemble(self, peer: PeerPages, target: PeerTarget) -> AsyncIterator[memoryview]:
+    async def _assemble(self, peer: PeerPages, target: PeerTarget) -> AsyncGenerator[memoryview, None]:
         """Yield whole pages of this rank, of which each of the peer's ranks may have some heads only."""
         form = target.form
         sources = sources_of(form, target.rank, target.ranks, len(peer.workers))

@@ -122,12 +122,13 @@ class TextAttention:
             attended = scaled_dot_product_attention(*texts.permute(2, 0, 3, 1, 4))
             return attended.transpose(1, 2).reshape(-1, hidden)
         if self._ends is not None and _suits_flash(heads):
+            queries, keys, values = heads.unbind(1)
             seen = -1 if self._window is None else self._window
-            attended = varlen_attn(
-                *heads.unbind(1), self._ends, self._ends, self._longest, self._longest, window_size=(seen, seen)
+            packed = varlen_attn(
+                queries, keys, values, self._ends, self._ends, self._longest, self._longest, window_size=(seen, seen)
             )
-            assert isinstance(attended, torch.Tensor), "nothing beside it was asked for"
-            return attended.reshape(-1, hidden)
+            assert isinstance(packed, torch.Tensor), "nothing beside it was asked for"
+            return packed.reshape(-1, hidden)
         output = qkv.new_empty(qkv.shape[0], hidden)
         for group in self._groups:
             # [3, texts, heads, longest, head_dim]

@@ -17,6 +17,7 @@ from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.engine.backends import use_device
 from services.worker.engine.host_tier.device_pages import DevicePages, find_sharing, page_form_of
 from services.worker.engine.host_tier.peer_copies import PeerCopies, make_peer_copies
 from services.worker.engine.host_tier.pool import allocate_host_pool
@@ -112,7 +113,7 @@ class LenderService(WorkerService):
 
 async def _serve(address: str, shape: PoolShape, device_index: int) -> None:
     device = torch.device("cuda", device_index)
-    torch.cuda.set_device(device)
+    use_device(device, threads=1)
     server = RpcServer("pando.v1.Worker", address)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, LenderService(shape, device))
     await server.start()
@@ -137,7 +138,7 @@ class Reader:
     """A rank of another group in this process, with a host tier and a GPU."""
 
     def __init__(self, address: str, shape: PoolShape, device: torch.device) -> None:
-        torch.cuda.set_device(device)
+        use_device(device, threads=1)
         self.address = address
         self.pool, self.own_pages = shape.allocate(device)
         fill(self.pool)

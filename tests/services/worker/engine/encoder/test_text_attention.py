@@ -16,7 +16,7 @@ LENGTHS = ((64, 64, 64), (5,), (64, 16, 64, 32, 1), (100, 3, 129, 4))
 def expected_of(qkv: torch.Tensor, lengths: tuple[int, ...], window: int | None) -> torch.Tensor:
     """Attention text by text."""
     parts = []
-    for text in qkv.double().cpu().split(lengths):
+    for text in torch.split(qkv.double().cpu(), list(lengths)):
         queries, keys, values = text.view(len(text), 3, HEADS, -1).permute(1, 2, 0, 3)
         scores = queries @ keys.mT / keys.shape[-1] ** 0.5
         if window is not None:
