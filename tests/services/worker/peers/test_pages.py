@@ -56,10 +56,12 @@ class Device(UnsharedMemory):
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = 0
+        self.read = 0
 
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         self.waiting += 1
         self.gate.wait()
+        self.read += len(pages)
         return b"".join(page.to_bytes(4, "little") * (self.form.page_bytes // 4) for page in pages)
 
 
@@ -119,6 +121,23 @@ async def test_revoking_waits_for_readers_also_for_those_that_have_gone_away() -
     # What was read meanwhile is not sent: it might have been written since.
     with pytest.raises(PermissionDeniedError):
         await readers[1]
+
+
+async def test_content_that_was_read_ahead_is_not_sent_after_the_lease_has_ended() -> None:
+    device = Device(MESSAGE_BYTES)
+    leases = PageLeases(lambda: device)
+    leases.grant(LEASE, range(4))
+    contents = leases.read(LEASE, range(4))
+    assert len(await anext(contents)) == MESSAGE_BYTES
+    # The second page is read meanwhile.
+    while device.read < 2:  # noqa: ASYNC110  (threads cannot notify)
+        await asyncio.sleep(0.001)
+    # So that it waits to be sent, and not only to be looked at.
+    await asyncio.sleep(0.01)
+    await leases.revoke(LEASE)
+    with pytest.raises(PermissionDeniedError):
+        await anext(contents)
+    assert device.read == 2
 
 
 class PageServer(worker_pb2_grpc.WorkerServicer):
