@@ -36,12 +36,12 @@ FLOAT = {"cap", "epsilon", "scale"}
 # Tensors that are allocated as a whole, or that begin with the first row of another.
 WHOLE = {
     "added", "allowed", "angles", "bases", "before_minimum", "best", "bias", "bias_ids", "bias_values", "both",
-    "buffers", "cells", "cosines", "counters", "counts", "epochs", "first_blocks", "given_scale", "grammar", "hidden", "high_bits",
-    "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses",
-    "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs", "partial", "partial_sums",
-    "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm", "routing_weights", "scales", "shifts",
-    "sines", "sinks", "sources", "staging", "starts", "table", "thresholds", "tiles", "value_scales", "values", "weight",
-    "weight_scales", "weights", "widened",
+    "buffers", "cells", "cosines", "counters", "counts", "epochs", "first_blocks", "given_scale", "grammar",
+    "hidden", "high_bits", "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits",
+    "low_bits", "masses", "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs",
+    "partial", "partial_sums", "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm",
+    "routing_weights", "scales", "shifts", "sines", "sinks", "sources", "staging", "starts", "table", "thresholds",
+    "tiles", "value_scales", "values", "weight", "weight_scales", "weights", "widened",
 }  # fmt: skip
 
 
