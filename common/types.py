@@ -213,11 +213,36 @@ EXPECTED_OUTPUT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class RoleSignals:
+    """The part of a group's load by which tokenizers change roles, if its role may change with the load.
+
+    `may_change`: a wish for another role would be followed. `is_changing`: one is, and the group takes no requests.
+    `waited_s`: how long the oldest request has waited that lacks a row, memory or room in a step. `fullness`: share of
+    the rows that run, or of the pages that they hold, whichever is larger. `has_sessions`: some are open, of which a
+    change of any group could move the home.
+    """
+
+    may_change: bool
+    is_changing: bool
+    waited_s: float
+    fullness: float
+    has_sessions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoleWish:
+    """A tokenizer's wish that a group computes prompts for others (PREFILL), or generates (DECODE), and why."""
+
+    role: GroupRole
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """Load of a scheduler: choices that wait or run, and whether a request submitted now would run; its role.
 
     If its workers sleep, a request would wait for them to be woken. `free_tokens` is the room for KV in tokens, beside
-    what open requests hold and are expected to need; None: not known.
+    what open requests hold and are expected to need; None: not known. `signals`; None: its role is fixed.
     """
 
     open_choices: int
@@ -225,6 +250,7 @@ class LoadReport:
     sleeps: bool = False
     role: GroupRole = GroupRole.BOTH
     free_tokens: int | None = None
+    signals: RoleSignals | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,22 @@ class DataParallelSettings(Section):
     all."""
 
 
+class AutomaticRoleSettings(Section):
+    """Changes of the group's role by the load, between computing prompts for other groups and generating.
+
+    Tokenizers wish them, by the loads of all groups that allow it. Until open requests have ended, the group takes no
+    new ones. The last group that generates stays, and so does the last prefill group.
+    """
+
+    enabled: bool = False
+    """Let the load change the role of this group; it requires a host tier. After a restart, it has scheduler.role
+    again. A fleet without prefill groups stays so."""
+    interval_s: float = Field(default=60.0, ge=0)
+    """Least seconds between two changes of this group."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """Seconds that open requests have to end before a change; those left then continue beside the group's new work."""
+
+
 class SchedulerSettings(Section):
     """Rows, steps, KV pages and timeouts of the scheduler."""
 
@@ -262,6 +278,7 @@ class SchedulerSettings(Section):
     prefill_min_tokens: int = Field(default=512, ge=16)
     """Smallest number of prompt tokens missing in the cache for which a group asks a prefill group; fewer are computed
     where they are decoded."""
+    automatic_role: AutomaticRoleSettings = AutomaticRoleSettings()
     workers: Addresses = ("127.0.0.1:50053",)
     """Addresses of the ranks that hold the model together, rank 0 first: by tensor parallelism, all with all layers, or
     by pipeline_parallel stages, the ranks of the first stage first."""

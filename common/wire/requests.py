@@ -13,11 +13,14 @@ from common.names import check_name
 from common.types import (
     CacheMode,
     GroupRole,
+    LoadReport,
     Pooling,
     ReplyTo,
     RequestId,
     RequestOptions,
     Resume,
+    RoleSignals,
+    RoleWish,
     RowImage,
     SamplingParams,
     ScheduleRequest,
@@ -88,6 +91,49 @@ def role_to_wire(role: GroupRole) -> scheduler_pb2.SchedulerRole.ValueType:
 def role_from_wire(number: scheduler_pb2.SchedulerRole.ValueType) -> GroupRole:
     """Decode the role of a scheduler group; BOTH where it is missing or unknown."""
     return _ROLES_FROM_WIRE.get(number, GroupRole.BOTH)
+
+
+def load_to_wire(load: LoadReport) -> scheduler_pb2.SchedulerLoad:
+    """Encode the load of a scheduler for a tokenizer."""
+    message = scheduler_pb2.SchedulerLoad(
+        open_choices=load.open_choices,
+        serves=load.serves,
+        sleeps=load.sleeps,
+        role=role_to_wire(load.role),
+        free_tokens=load.free_tokens,
+    )
+    if (signals := load.signals) is not None:
+        message.signals.may_change, message.signals.is_changing = signals.may_change, signals.is_changing
+        message.signals.waited_ms, message.signals.fullness = round(1000 * signals.waited_s), signals.fullness
+        message.signals.has_sessions = signals.has_sessions
+    return message
+
+
+def load_from_wire(message: scheduler_pb2.SchedulerLoad) -> LoadReport:
+    """Decode the load of a scheduler."""
+    signals = None
+    if message.HasField("signals"):
+        sent = message.signals
+        waited_s = sent.waited_ms / 1000
+        signals = RoleSignals(sent.may_change, sent.is_changing, waited_s, sent.fullness, sent.has_sessions)
+    return LoadReport(
+        message.open_choices,
+        message.serves,
+        message.sleeps,
+        role_from_wire(message.role),
+        message.free_tokens if message.HasField("free_tokens") else None,
+        signals,
+    )
+
+
+def wish_to_wire(wish: RoleWish) -> scheduler_pb2.RoleWish:
+    """Encode a tokenizer's wish."""
+    return scheduler_pb2.RoleWish(role=role_to_wire(wish.role), reason=wish.reason)
+
+
+def wish_from_wire(message: scheduler_pb2.RoleWish) -> RoleWish:
+    """Decode a tokenizer's wish."""
+    return RoleWish(role_from_wire(message.role), message.reason)
 
 
 def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.ScheduleRequest:

@@ -172,7 +172,10 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
         raise ConfigurationError("a scheduler group requires at least 1 tensor-parallel rank")
     if all(role is GroupRole.PREFILL for role in replicas.roles):
         raise ConfigurationError("a scheduler group that serves requests is required beside those that only prefill")
-    if GroupRole.DECODE in replicas.roles:
+    # A prefill group that the load changes leaves prompts to others, too.
+    if GroupRole.DECODE in replicas.roles or (
+        GroupRole.PREFILL in replicas.roles and settings.scheduler.automatic_role.enabled
+    ):
         settings = with_host_tier(settings)
     takes_turns = settings.scheduler.device_turns.enabled
     if takes_turns and len(replicas.roles) > 1:

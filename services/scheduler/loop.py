@@ -26,6 +26,7 @@ from services.scheduler.core_meter import CoreMeter
 from services.scheduler.defects import BrokenStates, begin_again
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
+from services.scheduler.group_roles import GroupRoles
 from services.scheduler.memory_checks import MemoryChecks
 from services.scheduler.past_decisions import PastDecisions
 from services.scheduler.storage_desk import StorageDesk
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
-    from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
+    from common.types import ReplyTo, RoleWish, ScheduleRequest, SessionGrant, SessionWish, View
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.output import EndedChoice
@@ -130,7 +131,7 @@ class SchedulerLoop:
         self._away_since: float | None = None
         self._has_others: set[object] = set()
         self.timelines = Timelines()
-        self._role = GroupRole(settings.role)
+        self.roles = GroupRoles(GroupRole(settings.role), settings.automatic_role, clock, self._audit)
         # Has prompts computed by other groups; None: it never does.
         self.prefills: RemotePrefills | None = None
         # Encodes images outside the group; None: the workers do.
@@ -144,18 +145,7 @@ class SchedulerLoop:
     @property
     def can_serve(self) -> bool:
         """Whether a request submitted now would run."""
-        return self._is_group_ready and (self._has_outlet or self._role is GroupRole.PREFILL)
-
-    @property
-    def role(self) -> GroupRole:
-        """Role of this group."""
-        return self._role
-
-    def set_role(self, role: GroupRole) -> None:
-        """Change the role of this group; open requests continue."""
-        if role is not self._role:
-            self._log.info("role.changed", role=role.value, before=self._role.value)
-        self._role = role
+        return self._is_group_ready and (self._has_outlet or self.roles.role is GroupRole.PREFILL)
 
     @property
     def capacity(self) -> EngineCapacity | None:
@@ -180,8 +170,10 @@ class SchedulerLoop:
         open_choices = 0 if self.core is None else len(self.core.queue) + self.core.rows.running
         is_open = not self._is_draining
         sleeps = is_open and self.is_sleeping and self._has_outlet
+        serves = is_open and self.can_serve and not self.roles.is_changing
         free_tokens = None if self.core is None else self.core.free_tokens
-        return LoadReport(open_choices, is_open and self.can_serve, sleeps, self._role, free_tokens)
+        signals = None if self.core is None else self.roles.signals(self.core)
+        return LoadReport(open_choices, serves, sleeps, self.roles.role, free_tokens, signals)
 
     @property
     def is_sleeping(self) -> bool:
@@ -252,6 +244,11 @@ class SchedulerLoop:
             self._has_others.add(tokenizer)
         else:
             self._has_others.discard(tokenizer)
+
+    def wish_role(self, wish: RoleWish) -> None:
+        """Change the role of this group after a drain, if the settings let the load do so, and it is time."""
+        if self.core is not None:
+            self.roles.wish(wish, self.core)
 
     @property
     def has_others(self) -> bool:
@@ -539,8 +536,7 @@ class SchedulerLoop:
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             metrics.SLEEPING.set(self.sleep_level)
-            for role in GroupRole:
-                metrics.ROLE.labels(role.value).set(role is self._role)
+            self.roles.export()
             if self.is_sleeping:
                 metrics.GROUP_READY.set(1)  # it waits to be woken, so there is nothing to repair
             if self.core is None:

@@ -213,4 +213,9 @@ ROLE = Gauge(
     "1 for what this group does with prompts: both, prefill or decode; 0 for the others.",
     ["role"],
 )
+ROLE_CHANGES_TOTAL = Counter(
+    "pando_scheduler_role_changes_total",
+    "Changes of this group's role, by the new role and the cause: asked (an operator), or load.",
+    ["role", "cause"],
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

@@ -161,7 +161,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         if role is GroupRole.DECODE and (core := self._loop.core) is not None and core.memory.loads is None:
             raise InvalidRequestError("a group that leaves prompts to others needs a host tier", param="role")
         async with self._acts.act("group.set_role", context, role=role.value):
-            self._loop.set_role(role)
+            self._loop.roles.set(role)
         return scheduler_pb2.SetRoleResponse()
 
     async def GetState(  # noqa: N802
@@ -176,7 +176,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             cache=self._settings.cache.mode,
             sleep_level=self._loop.sleep_level,
             wakes_on_request=self._settings.sleep.wake_on_request or self._settings.device_turns.enabled,
-            role=role_to_wire(self._loop.role),
+            role=role_to_wire(self._loop.roles.role),
             ranks=[rank_to_wire(number, health) for number, health in enumerate(self._loop.rank_healths)],
         )
         self._describe_disaggregation(state)

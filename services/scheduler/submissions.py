@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.grammars import Grammar
-    from common.types import RequestId, ScheduleRequest, Subject
+    from common.types import RequestId, RoleWish, ScheduleRequest, Subject
 
 # Maximum number of requests of one stream that wait for their grammars.
 MAX_WAITING = 1024
@@ -33,6 +33,7 @@ class Batch:
     aborts: tuple[RequestId, ...] = ()
     # Whether another group would serve now; None: as before.
     others_serve: bool | None = None
+    role_wish: RoleWish | None = None
 
 
 class TakesRequests(Protocol):
@@ -49,6 +50,9 @@ class TakesRequests(Protocol):
 
     def note_others(self, tokenizer: object, *, serve: bool) -> None:
         """Record whether `tokenizer` could send requests to another group."""
+
+    def wish_role(self, wish: RoleWish) -> None:
+        """Change the role of this group if that may be now."""
 
 
 class Submissions:
@@ -100,6 +104,8 @@ class Submissions:
     def _take(self, batch: Batch) -> None:
         if batch.others_serve is not None:
             self._loop.note_others(self, serve=batch.others_serve)
+        if batch.role_wish is not None:
+            self._loop.wish_role(batch.role_wish)
         admissions = [self._submit(request) for request in batch.requests]
         for request_id in batch.aborts:
             self._abort(request_id)

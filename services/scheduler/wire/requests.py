@@ -8,7 +8,13 @@ from common.errors import PandoError
 from common.tracing import is_sampled
 from common.types import Admission, RequestId
 from common.wire.answers import admission_to_wire, cached_parts_to_wire, finish_to_wire, logprob_to_wire, span_to_wire
-from common.wire.requests import resume_to_wire, role_to_wire, schedule_request_from_wire, trace_to_wire
+from common.wire.requests import (
+    load_to_wire,
+    resume_to_wire,
+    schedule_request_from_wire,
+    trace_to_wire,
+    wish_from_wire,
+)
 from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2
 from services.scheduler.core.output import EndedChoice
 from services.scheduler.submissions import Batch
@@ -27,6 +33,7 @@ def batch_from_wire(message: scheduler_pb2.SchedulerSubmitRequest) -> Batch:
         tuple(_request_from_wire(schedule) for schedule in message.schedules),
         tuple(RequestId(abort.request_id) for abort in message.aborts),
         message.others_serve if message.HasField("others_serve") else None,
+        wish_from_wire(message.role_wish) if message.HasField("role_wish") else None,
     )
 
 
@@ -41,13 +48,7 @@ def admissions_to_wire(admissions: Iterable[Admission], load: LoadReport) -> sch
     """Encode admissions for a tokenizer, with the load after them."""
     return scheduler_pb2.SchedulerSubmitResponse(
         admissions=[admission_to_wire(admission) for admission in admissions],
-        load=scheduler_pb2.SchedulerLoad(
-            open_choices=load.open_choices,
-            serves=load.serves,
-            sleeps=load.sleeps,
-            role=role_to_wire(load.role),
-            free_tokens=load.free_tokens,
-        ),
+        load=load_to_wire(load),
     )
 
 

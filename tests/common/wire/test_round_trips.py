@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
-from common.types import CacheMode, RequestOptions
+from common.types import CacheMode, GroupRole, LoadReport, RequestOptions, RoleSignals, RoleWish
 from common.wire.answers import (
     admission_from_wire,
     admission_to_wire,
@@ -20,6 +20,8 @@ from common.wire.answers import (
 )
 from common.wire.identity import view_from_wire, view_to_wire
 from common.wire.requests import (
+    load_from_wire,
+    load_to_wire,
     options_from_wire,
     options_to_wire,
     pooling_from_wire,
@@ -29,6 +31,8 @@ from common.wire.requests import (
     schedule_request_to_wire,
     stop_from_wire,
     stop_to_wire,
+    wish_from_wire,
+    wish_to_wire,
 )
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from tests.common import strategies
@@ -124,3 +128,33 @@ def test_many_admissions_are_divided_among_messages_in_their_order(many: list[Ad
     for part in parts:
         ids = sum(len(admission.prompt_ids) + len(admission.conversation_ids) for admission in part)
         assert ids <= 4 or len(part) == 1
+
+
+signals = st.builds(
+    RoleSignals,
+    may_change=st.booleans(),
+    is_changing=st.booleans(),
+    # In steps of 250 ms.
+    waited_s=st.integers(0, 4000).map(lambda quarters: quarters / 4),
+    fullness=st.floats(0, 1),
+    has_sessions=st.booleans(),
+)
+loads = st.builds(
+    LoadReport,
+    open_choices=st.integers(0, 2**31),
+    serves=st.booleans(),
+    sleeps=st.booleans(),
+    role=st.sampled_from(GroupRole),
+    free_tokens=st.none() | st.integers(0, 2**40),
+    signals=st.none() | signals,
+)
+
+
+@given(loads)
+def test_a_load_survives_the_wire(load: LoadReport) -> None:
+    assert load_from_wire(scheduler_pb2.SchedulerLoad.FromString(load_to_wire(load).SerializeToString())) == load
+
+
+@given(st.builds(RoleWish, role=st.sampled_from(GroupRole), reason=st.text(max_size=50)))
+def test_a_wish_for_a_role_survives_the_wire(wish: RoleWish) -> None:
+    assert wish_from_wire(scheduler_pb2.RoleWish.FromString(wish_to_wire(wish).SerializeToString())) == wish

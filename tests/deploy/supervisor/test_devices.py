@@ -76,6 +76,9 @@ def test_groups_that_read_pages_of_others_have_a_host_tier_unless_it_is_configur
     assert host_gigabytes(tmp_path, "prefill=1,decode=1", cpu) == [HOST_GIGABYTES] * 2
     assert host_gigabytes(tmp_path, "prefill=1,decode=1", gpu) == [HOST_GIGABYTES_ON_GPUS] * 2
     assert host_gigabytes(tmp_path, "prefill=1,decode=1", cpu, "--scheduler.host_tier.gigabytes=3") == [3, 3]
+    # The prefill group may generate later.
+    assert host_gigabytes(tmp_path, "prefill=1,both=1", cpu) == [0, 0]
+    assert host_gigabytes(tmp_path, "prefill=1,both=1", cpu, "--scheduler.automatic_role.enabled=true") == [1, 1]
     assert host_gigabytes(tmp_path, "prefill=1,decode=1", cpu, "--scheduler.host_tier.pages=8") == [0, 0]
     assert host_gigabytes(tmp_path, "both=2", cpu) == [0, 0]
     for size in ("gigabytes", "pages"):

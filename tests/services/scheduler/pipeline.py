@@ -158,6 +158,10 @@ class Pipeline:
     async def note_others(self, *, serve: bool) -> None:
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(others_serve=serve))
 
+    async def wish_role(self, role: scheduler_pb2.SchedulerRole.ValueType) -> None:
+        wish = scheduler_pb2.RoleWish(role=role, reason="a test")
+        await self._call.write(scheduler_pb2.SchedulerSubmitRequest(role_wish=wish))
+
     async def abort(self, name: str) -> None:
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(aborts=[common_pb2.Abort(request_id=name)]))
 

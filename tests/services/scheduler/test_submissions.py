@@ -16,6 +16,7 @@ from common.types import (
     ReplyTo,
     RequestId,
     RequestOptions,
+    RoleWish,
     RowImage,
     SamplingParams,
     ScheduleRequest,
@@ -39,6 +40,7 @@ class Loop:
     def __init__(self) -> None:
         self.taken: list[str] = []
         self.aborted: list[str] = []
+        self.wishes: list[RoleWish] = []
         self.prepared: list[Grammar] = []
         self.is_compiled = asyncio.Event()
         self.has_defect = False
@@ -52,6 +54,9 @@ class Loop:
 
     def note_others(self, tokenizer: object, *, serve: bool) -> None:
         """Hand nothing back."""
+
+    def wish_role(self, wish: RoleWish) -> None:
+        self.wishes.append(wish)
 
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)

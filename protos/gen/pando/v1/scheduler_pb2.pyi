@@ -279,6 +279,7 @@ class SchedulerSubmitRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     OTHERS_SERVE_FIELD_NUMBER: _builtins.int
+    ROLE_WISH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3 … within the stream, so that the receiver notices lost messages; 0: the sender does not number."""
     heartbeat: _builtins.bool
@@ -291,6 +292,10 @@ class SchedulerSubmitRequest(_message.Message):
     def schedules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduleRequest]: ...
     @_builtins.property
     def aborts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Abort]: ...
+    @_builtins.property
+    def role_wish(self) -> Global___RoleWish:
+        """Followed if this group's role may change with the load, and has not changed lately; else ignored."""
+
     def __init__(
         self,
         *,
@@ -299,14 +304,20 @@ class SchedulerSubmitRequest(_message.Message):
         sequence: _builtins.int = ...,
         heartbeat: _builtins.bool = ...,
         others_serve: _builtins.bool | None = ...,
+        role_wish: Global___RoleWish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve", "others_serve", b"others_serve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve", "_role_wish", b"_role_wish", "others_serve", b"others_serve", "role_wish", b"role_wish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve", "aborts", b"aborts", "heartbeat", b"heartbeat", "others_serve", b"others_serve", "schedules", b"schedules", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve", "_role_wish", b"_role_wish", "aborts", b"aborts", "heartbeat", b"heartbeat", "others_serve", b"others_serve", "role_wish", b"role_wish", "schedules", b"schedules", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__others_serve: _TypeAlias = _typing.Literal["others_serve"]  # noqa: Y015
     _WhichOneofArgType__others_serve: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve"]  # noqa: Y015
+    _WhichOneofReturnType__role_wish: _TypeAlias = _typing.Literal["role_wish"]  # noqa: Y015
+    _WhichOneofArgType__role_wish: _TypeAlias = _typing.Literal["_role_wish", b"_role_wish"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__others_serve) -> _WhichOneofReturnType__others_serve | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__role_wish) -> _WhichOneofReturnType__role_wish | None: ...
 
 Global___SchedulerSubmitRequest: _TypeAlias = SchedulerSubmitRequest  # noqa: Y015
 
@@ -456,6 +467,7 @@ class SchedulerLoad(_message.Message):
     SLEEPS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
     open_choices: _builtins.int
     """Choices that wait or run."""
     serves: _builtins.bool
@@ -467,6 +479,10 @@ class SchedulerLoad(_message.Message):
     """Tokens for whose KV there is room on the device, beside what open requests hold and are expected to need; in steps of
     a 64th of it all. Absent: not known, as before the workers are ready, or there is no KV.
     """
+    @_builtins.property
+    def signals(self) -> Global___RoleSignals:
+        """Absent: the load does not change the role of this group."""
+
     def __init__(
         self,
         *,
@@ -475,16 +491,86 @@ class SchedulerLoad(_message.Message):
         sleeps: _builtins.bool = ...,
         role: Global___SchedulerRole.ValueType = ...,
         free_tokens: _builtins.int | None = ...,
+        signals: Global___RoleSignals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "_signals", b"_signals", "free_tokens", b"free_tokens", "signals", b"signals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "open_choices", b"open_choices", "role", b"role", "serves", b"serves", "sleeps", b"sleeps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "_signals", b"_signals", "free_tokens", b"free_tokens", "open_choices", b"open_choices", "role", b"role", "serves", b"serves", "signals", b"signals", "sleeps", b"sleeps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__signals: _TypeAlias = _typing.Literal["signals"]  # noqa: Y015
+    _WhichOneofArgType__signals: _TypeAlias = _typing.Literal["_signals", b"_signals"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__free_tokens) -> _WhichOneofReturnType__free_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__signals) -> _WhichOneofReturnType__signals | None: ...
 
 Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
+
+@_typing.final
+class RoleSignals(_message.Message):
+    """The part of a load by which tokenizers change the roles of groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAY_CHANGE_FIELD_NUMBER: _builtins.int
+    IS_CHANGING_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    FULLNESS_FIELD_NUMBER: _builtins.int
+    HAS_SESSIONS_FIELD_NUMBER: _builtins.int
+    may_change: _builtins.bool
+    """A wish for another role would be followed now."""
+    is_changing: _builtins.bool
+    """The role changes once open requests have ended; until then, the group takes no new ones."""
+    waited_ms: _builtins.int
+    """How long the oldest request has waited that lacks a row, memory or room in a step; in steps of 250."""
+    fullness: _builtins.float
+    """Share of the rows that run, or of the pages that they hold, whichever is larger; in steps of 1/64."""
+    has_sessions: _builtins.bool
+    """Sessions are open here; a change of the groups that serve would move some of all sessions to others."""
+    def __init__(
+        self,
+        *,
+        may_change: _builtins.bool = ...,
+        is_changing: _builtins.bool = ...,
+        waited_ms: _builtins.int = ...,
+        fullness: _builtins.float = ...,
+        has_sessions: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fullness", b"fullness", "has_sessions", b"has_sessions", "is_changing", b"is_changing", "may_change", b"may_change", "waited_ms", b"waited_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleSignals: _TypeAlias = RoleSignals  # noqa: Y015
+
+@_typing.final
+class RoleWish(_message.Message):
+    """A change of the role that the load of all groups asks for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    role: Global___SchedulerRole.ValueType
+    """PREFILL: the group is to compute prompts for others. DECODE: it is to generate, as BOTH if that is its own role."""
+    reason: _builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        role: Global___SchedulerRole.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleWish: _TypeAlias = RoleWish  # noqa: Y015
 
 @_typing.final
 class ScheduleRequest(_message.Message):
