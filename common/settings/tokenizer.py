@@ -15,6 +15,9 @@ class RoutingSettings(Section):
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Choice of a request's scheduler group. prefix_aware: the same group for one user's prompts with equal beginnings.
     least_loaded: the group with the fewest open requests. round_robin: each group in turn."""
+    role_settle_s: float = Field(default=15.0, gt=0)
+    """With scheduler.automatic_role: seconds after a change of roles, or of the groups, before another one is decided;
+    loads are averaged over a third of it."""
 
 
 class ImageDecodingSettings(Section):

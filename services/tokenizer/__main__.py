@@ -178,7 +178,8 @@ async def open_schedulers(every: Settings, security: Security) -> AsyncIterator[
     servers = servers_at(settings.schedulers, security)
     fleet = open_fleet(every.fleet)
     prefixes = None if fleet is None else FleetPrefixes(*fleet)
-    yield Fleet(servers, make_policy(settings.routing.policy), prefixes=prefixes)
+    routing = settings.routing
+    yield Fleet(servers, make_policy(routing.policy), prefixes=prefixes, role_settle_s=routing.role_settle_s)
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:

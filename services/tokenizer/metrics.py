@@ -21,6 +21,11 @@ ROUTED_TOTAL = Counter("pando_tokenizer_routed_requests_total", "Requests by sch
 STEERED_TOTAL = Counter(
     "pando_tokenizer_steered_requests_total", "Requests that were routed by a prefix that the fleet shares."
 )
+ROLE_WISHES_TOTAL = Counter(
+    "pando_tokenizer_role_wishes_total",
+    "Changes of the role of a scheduler group that this tokenizer asked for because of the load, by the new role.",
+    ["role"],
+)
 REPLICA_SERVING = Gauge("pando_tokenizer_replica_serving", "1 while a scheduler group takes requests.", ["replica"])
 SCHEDULER_CONNECTED = Gauge("pando_tokenizer_scheduler_connected", "1 while the scheduler can serve.")
 IMAGES_TOTAL = Counter(

@@ -10,9 +10,8 @@ from common.errors import UnavailableError
 from common.rpc.channel import is_serving, renew
 from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink, StreamSource
-from common.types import LoadReport
 from common.wire.answers import admission_from_wire
-from common.wire.requests import role_from_wire, write_schedule_request
+from common.wire.requests import load_from_wire, wish_to_wire, write_schedule_request
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -20,7 +19,16 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from common.types import Admission, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
+    from common.types import (
+        Admission,
+        LoadReport,
+        RequestId,
+        RoleWish,
+        ScheduleRequest,
+        SessionGrant,
+        SessionWish,
+        View,
+    )
 
 SERVICE = "pando.v1.Scheduler"
 # Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
@@ -145,6 +153,11 @@ class SchedulerLink:
         if self.is_connected:
             self._send_others()
 
+    def wish_role(self, wish: RoleWish) -> None:
+        """Send a wish for another role; one that is lost is wished again if the load still asks for it."""
+        with contextlib.suppress(UnavailableError):
+            self._link.send(scheduler_pb2.SchedulerSubmitRequest(role_wish=wish_to_wire(wish)))
+
     def _send_others(self) -> None:
         with contextlib.suppress(UnavailableError):
             self._link.send(scheduler_pb2.SchedulerSubmitRequest(others_serve=self._others_serve))
@@ -157,9 +170,7 @@ class SchedulerLink:
 
     def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
         if message.HasField("load"):
-            load = message.load
-            free_tokens = load.free_tokens if load.HasField("free_tokens") else None
-            self._load = LoadReport(load.open_choices, load.serves, load.sleeps, role_from_wire(load.role), free_tokens)
+            self._load = load_from_wire(message.load)
         if self._listener is not None:
             if self._load is not None:
                 self._listener.on_load(self._load)

@@ -25,6 +25,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         # Set to False to leave requests unanswered.
         self.answers = True
         self.others_serve = False
+        self.wishes: list[scheduler_pb2.RoleWish] = []
         self.rejection: common_pb2.RequestError | None = None
         self.sessions: set[tuple[str, str]] = set()
         # Reported with every answer; None: never, as by schedulers of earlier versions.
@@ -61,7 +62,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 self.others_serve = message.others_serve
             if message.heartbeat and self.load is not None and not self.is_silent:
                 yield scheduler_pb2.SchedulerSubmitResponse()
-            if message.heartbeat or message.HasField("others_serve"):
+            if message.HasField("role_wish"):
+                self.wishes.append(message.role_wish)
+            if message.heartbeat or message.HasField("others_serve") or message.HasField("role_wish"):
                 continue
             self.messages.append(message)
             self._changed.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from services.tokenizer.routing.policies import (
     session_key,
     with_room,
 )
+from services.tokenizer.routing.roles import ObservedGroup, RoleController
 from services.tokenizer.routing.shared_prefixes import NoSharedPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 
@@ -30,7 +32,17 @@ if TYPE_CHECKING:
     import grpc
 
     from common.rpc.peers import Servers
-    from common.types import Admission, LoadReport, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
+    from common.types import (
+        Admission,
+        LoadReport,
+        RequestId,
+        RoleSignals,
+        RoleWish,
+        ScheduleRequest,
+        SessionGrant,
+        SessionWish,
+        View,
+    )
     from services.tokenizer.routing.policies import RoutingPolicy
     from services.tokenizer.routing.shared_prefixes import SharedPrefixes
     from services.tokenizer.scheduler_link import SchedulerListener
@@ -38,6 +50,9 @@ if TYPE_CHECKING:
 DISCOVERY_INTERVAL_S = 2.0
 WATCH_INTERVAL_S = 0.25
 STATE_TIMEOUT_S = 2.0
+# Between decisions whether groups change their roles, and after a change, so that its effect is seen before the next.
+ROLE_INTERVAL_S = 0.5
+ROLE_SETTLE_S = 15.0
 # Between updates of the metrics of a group that reports its load.
 MEASURE_INTERVAL_S = 1.0
 # Requests whose group is remembered, finished ones included: about 30 MB.
@@ -58,11 +73,12 @@ class Fleet:
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
         prefixes: SharedPrefixes | None = None,
         max_destinations: int = MAX_DESTINATIONS,
+        role_settle_s: float = ROLE_SETTLE_S,
     ) -> None:
         """`servers` are the groups' schedulers, `policy` selects a group for each request.
 
         `prefixes` are those that the groups share; by default each group decides alone. The groups of the latest
-        `max_destinations` requests are remembered.
+        `max_destinations` requests are remembered. No role is changed within `role_settle_s` of another change.
         """
         self._servers = servers
         self._policy = policy
@@ -70,6 +86,7 @@ class Fleet:
         self._prefixes = prefixes or NoSharedPrefixes()
         self._replicas: dict[str, Replica] = {}
         self._destinations = Destinations(max_destinations)
+        self._roles = RoleController(role_settle_s)
         self._log = get_logger("fleet")
 
     async def can_serve(self) -> bool:
@@ -131,6 +148,7 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._compare())
             tasks.create_task(self._prefixes.run())
+            tasks.create_task(self._follow_load())
             while True:
                 found = {group.address: group for group in await self._servers.discovery.look()}
                 for address in [address for address in found if address not in running]:
@@ -151,6 +169,18 @@ class Fleet:
             for name, replica in self._replicas.items():
                 replica.note_others(serve=len(serving) > (name in serving))
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _follow_load(self) -> None:
+        """Ask for the changes of roles that the loads of the groups call for, of those whose roles may change by it."""
+        while True:
+            await asyncio.sleep(ROLE_INTERVAL_S)
+            observed = [replica.observed for replica in self._replicas.values()]
+            changes = self._roles.decide([group for group in observed if group is not None], time.monotonic())
+            for change in changes:
+                role, reason = change.wish.role.value, change.wish.reason
+                self._log.info("role.wished", replica=change.name, role=role, reason=reason)
+                metrics.ROLE_WISHES_TOTAL.labels(role).inc()
+                self._replicas[change.name].wish_role(change.wish)
 
     def _assign(
         self, requests: Sequence[ScheduleRequest], away: set[str], sent: Sequence[RequestId]
@@ -253,6 +283,7 @@ class Replica:
         self._is_serving = False
         self._is_sleeping = False
         self._role = GroupRole.BOTH
+        self._signals: RoleSignals | None = None
         self._reported_load = 0
         self._reported_free_tokens: int | None = None
         # Requests that the latest report may not include, with the tokens that each is expected to need; without them,
@@ -272,6 +303,14 @@ class Replica:
     def role(self) -> GroupRole:
         """Role of the group, by its latest report."""
         return self._role
+
+    @property
+    def observed(self) -> ObservedGroup | None:
+        """The group as roles are decided by it; None: it neither serves nor changes its role."""
+        is_changing = self._signals is not None and self._signals.is_changing and self._link.is_connected
+        if not self.can_serve and not is_changing:
+            return None
+        return ObservedGroup(self.name, self._role, self._reported_load > 0, self._signals)
 
     @property
     def sleeps(self) -> bool:
@@ -315,6 +354,10 @@ class Replica:
         """Close a session that was opened here; see `SchedulerLink.close_session`."""
         return await self._link.close_session(view, session)
 
+    def wish_role(self, wish: RoleWish) -> None:
+        """Send a wish for another role."""
+        self._link.wish_role(wish)
+
     def note_others(self, *, serve: bool) -> None:
         """Report to the group whether another one would serve requests now."""
         if serve != self._others_serve:
@@ -345,6 +388,7 @@ class Replica:
             metrics.REPLICA_SERVING.labels(self.name).set(load.serves)
         self._is_serving, self._is_sleeping, self._role = load.serves, load.sleeps, load.role
         self._reported_load, self._reported_free_tokens = load.open_choices, load.free_tokens
+        self._signals = load.signals
         self._sent_since = 0
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
@@ -359,7 +403,7 @@ class Replica:
         """Report the requests that the group will not answer."""
         unanswered, self._unanswered, self._unanswered_tokens = self._unanswered, {}, 0
         self._is_serving = self._is_sleeping = False
-        self._reported_free_tokens = None
+        self._reported_free_tokens = self._signals = None
         if unanswered and self._listener is not None:
             self._listener.on_scheduler_lost(unanswered)
 

@@ -18,6 +18,7 @@ from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
 from common.types import EXPECTED_OUTPUT_TOKENS, GroupRole, RequestId, RequestOptions, SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
+from services.tokenizer.routing import fleet as routing_fleet
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import LOAD_FACTOR, PrefixAware, RoundRobin
 from tests.fakes.scheduler import FakeScheduler
@@ -95,6 +96,7 @@ class Tier:
 
     def __init__(self, folder: Path, groups: int, max_destinations: int = 100) -> None:
         self._max_destinations = max_destinations
+        self.role_settle_s = 15.0
         self.groups = [Group(f"unix:{folder}/{index}.sock") for index in range(groups)]
         self.configured = [group.address for group in self.groups]
         self.listener = Listener()
@@ -116,6 +118,7 @@ class Tier:
             policy,
             discovery_interval_s=0.05,
             max_destinations=self._max_destinations,
+            role_settle_s=self.role_settle_s,
         )
         running = asyncio.create_task(fleet.run(self.listener))
         try:
@@ -295,6 +298,26 @@ async def test_a_full_group_gets_nothing_while_another_has_room_and_all_are_used
         fleet.submit([schedule(f"{number}") for number in range(4, 9)])
         assert other.free_tokens == 0
         assert home.load == 4
+
+
+async def test_a_group_is_asked_to_change_its_role_when_the_load_calls_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_fleet, "ROLE_INTERVAL_S", 0.02)
+    tier = Tier(tmp_path, 4)
+    tier.role_settle_s = 0.2
+    prefill, decode = scheduler_pb2.SCHEDULER_ROLE_PREFILL, scheduler_pb2.SCHEDULER_ROLE_DECODE
+    for number, group in enumerate(tier.groups):
+        is_short = number < 2
+        signals = scheduler_pb2.RoleSignals(may_change=True, waited_ms=2000 * is_short, fullness=0.1)
+        role = prefill if is_short else decode
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, open_choices=1, role=role, signals=signals)
+    async with tier.run(PrefixAware(LOAD_FACTOR)):
+        last = tier.groups[3].scheduler
+        await until(lambda: last.wishes)
+        assert last.wishes[0].role == prefill
+        assert "requests wait 2.0 s" in last.wishes[0].reason
+        assert not any(group.scheduler.wishes for group in tier.groups[:3])
 
 
 async def test_the_room_of_a_group_is_unknown_once_it_is_lost(tmp_path: Path) -> None:

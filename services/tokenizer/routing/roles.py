@@ -1,0 +1,176 @@
+"""Decides when a group changes between computing prompts for others and generating; without I/O and without a clock.
+
+Of the groups whose roles the load may change, prefill groups are short if requests wait for them, and generating ones
+if their rows or pages are taken or requests wait for these. A group changes only if those that it leaves can spare it:
+what they do, divided among one fewer, stays below `SPARE`. So a change leaves them well below the bounds at which they
+would be short themselves (hysteresis).
+
+Any number of tokenizers may decide at the same time. Each takes the generating group with the last name, but never the
+first one that it sees, and the prefill group with the first name, but never the last one that it sees. So tokenizers
+that see the same choose the same group, which changes once (`services/scheduler/group_roles.py`). If they see different
+groups, or see changes late, there still is a generating group that none of them takes: the one with the first name. A
+tokenizer that sees it takes another one, and one that does not see it cannot ask it. The prefill group with the last
+name stays for the same reason.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.types import GroupRole, RoleWish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from common.types import RoleSignals
+
+# Time constant of the averages of loads, as a part of the time for which nothing is decided after a change.
+AVERAGED_PART = 1 / 3
+# Requests may wait so long for a row or for room in a step, in seconds, before groups count as short.
+MOST_WAIT_S = 0.5
+# Prefill groups compute prompts, and rows or pages of generating groups are taken, for more than this share: short.
+MOST_BUSY, MOST_FULL = 0.9, 0.85
+# Groups that lose one of them do so little that the others would stay below this share.
+SPARE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedGroup:
+    """A group that serves or changes its role, as it reports itself; `is_busy`: it has open requests."""
+
+    name: str
+    role: GroupRole
+    is_busy: bool
+    signals: RoleSignals | None = None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether its role is about to change, so that it takes no requests."""
+        return self.signals is not None and self.signals.is_changing
+
+    @property
+    def holds_roles(self) -> bool:
+        """Whether no other group may change for now: this one does, or has sessions, whose homes could move."""
+        return self.is_changing or (self.signals is not None and self.signals.has_sessions)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether it would follow a wish for another role."""
+        return self.signals is not None and self.signals.may_change
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """A group whose role is to change, and the wish for it."""
+
+    name: str
+    wish: RoleWish
+
+
+@dataclass(slots=True)
+class _Averages:
+    """Exponential averages of one group's load."""
+
+    busy: float = 0.0
+    fullness: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, group: ObservedGroup, weight: float) -> None:
+        if group.signals is None:
+            return
+        self.busy += weight * (group.is_busy - self.busy)
+        self.fullness += weight * (group.signals.fullness - self.fullness)
+        self.waited_s += weight * (group.signals.waited_s - self.waited_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The groups of one side that the load may change: how many there are, and the means of their averages."""
+
+    groups: int
+    busy: float
+    fullness: float
+    waited_s: float
+
+    def spared(self, used: float) -> int:
+        """Return how many groups may go if these are `used` to this share: at most a quarter at a time, or one."""
+        most = min(max(1, self.groups // 4), self.groups - 1)
+        return max(
+            (count for count in range(1, most + 1) if used * self.groups < SPARE * (self.groups - count)), default=0
+        )
+
+
+@dataclass(slots=True)
+class RoleController:
+    """Looks at all groups repeatedly, and decides about changes in one direction at a time.
+
+    `settle_s`: seconds after a change of roles or groups for which nothing is decided, so that averages are those of
+    the present fleet.
+    """
+
+    settle_s: float
+    _averages: dict[str, _Averages] = field(default_factory=dict)
+    _roles: dict[str, GroupRole] = field(default_factory=dict)
+    _looked_at: float = -math.inf
+    _decides_from: float = -math.inf
+
+    def decide(self, groups: Iterable[ObservedGroup], now: float) -> list[RoleChange]:
+        """Return the changes that the loads ask for; call it about once per second, with `now` in seconds."""
+        known = sorted(groups, key=lambda group: group.name)
+        self._note(known, now)
+        if now < self._decides_from or any(group.holds_roles for group in known):
+            return []
+        prefill = [each for each in known if each.role is GroupRole.PREFILL]
+        changes = self._changes(prefill, [each for each in known if each.role is not GroupRole.PREFILL])
+        if changes:
+            # Also the time after which a wish that was lost is repeated.
+            self._decides_from = now + self.settle_s
+        return changes
+
+    def _changes(self, prefill: Sequence[ObservedGroup], generating: Sequence[ObservedGroup]) -> list[RoleChange]:
+        computing, decoding = self._side(prefill), self._side(generating)
+        if computing is None or decoding is None:
+            return []
+        reason = (
+            f"prefill groups: {computing.busy:.0%} busy, requests wait {computing.waited_s:.1f} s; "
+            f"generating groups: {decoding.fullness:.0%} full, requests wait {decoding.waited_s:.1f} s"
+        )
+        is_short_of_prefill = computing.busy > MOST_BUSY and computing.waited_s > MOST_WAIT_S
+        is_short_of_room = decoding.fullness > MOST_FULL or (
+            decoding.fullness > SPARE and decoding.waited_s > MOST_WAIT_S
+        )
+        # If both sides are short, neither can spare a group.
+        role, chosen = GroupRole.DECODE, list[ObservedGroup]()
+        if is_short_of_prefill:
+            role, candidates = GroupRole.PREFILL, [each for each in reversed(generating[1:]) if each.may_change]
+            chosen = candidates[: decoding.spared(decoding.fullness)]
+        elif is_short_of_room:
+            candidates = [each for each in prefill[:-1] if each.may_change]
+            chosen = candidates[: computing.spared(computing.busy)]
+        return [RoleChange(each.name, RoleWish(role, reason)) for each in chosen]
+
+    def _side(self, groups: Sequence[ObservedGroup]) -> _Side | None:
+        """Return the means of the groups that report signals; None: none does."""
+        known = [self._averages[each.name] for each in groups if each.signals is not None]
+        if not known:
+            return None
+        count = len(known)
+        return _Side(
+            count,
+            sum(each.busy for each in known) / count,
+            sum(each.fullness for each in known) / count,
+            sum(each.waited_s for each in known) / count,
+        )
+
+    def _note(self, groups: Sequence[ObservedGroup], now: float) -> None:
+        """Average the loads, and note whether groups or roles have changed."""
+        roles = {group.name: group.role for group in groups if not group.is_changing}
+        if roles != self._roles:
+            self._decides_from = now + self.settle_s
+        weight = 1 - math.exp(-max(0.0, now - self._looked_at) / (AVERAGED_PART * self.settle_s))
+        self._averages = {group.name: self._averages.get(group.name) or _Averages() for group in groups}
+        for group in groups:
+            self._averages[group.name].add(group, weight)
+        self._roles, self._looked_at = roles, now

@@ -1,0 +1,228 @@
+"""Which groups change their roles by the load: the side that is short gets some that the other can spare, no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.types import GroupRole, RoleSignals
+from services.tokenizer.routing.roles import ObservedGroup, RoleController
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+PREFILL, DECODE, BOTH = GroupRole.PREFILL, GroupRole.DECODE, GroupRole.BOTH
+SETTLE_S = 15.0
+
+
+def prefill(name: str, *, waited_s: float = 0.0, is_busy: bool = False, may_change: bool = True) -> ObservedGroup:
+    return ObservedGroup(name, PREFILL, is_busy, RoleSignals(may_change, False, waited_s, 0.1))
+
+
+def decode(name: str, fullness: float = 0.1, *, waited_s: float = 0.0, may_change: bool = True) -> ObservedGroup:
+    return ObservedGroup(name, DECODE, True, RoleSignals(may_change, False, waited_s, fullness))
+
+
+# Prefill groups with long queues, and ones that have nothing to do.
+LONG_QUEUES = [prefill(name, waited_s=2.0, is_busy=True) for name in "wxyz"]
+IDLE = [prefill(name) for name in "wxyz"]
+FULL, EMPTY = [decode(name, 0.95) for name in "abcd"], [decode(name, 0.2) for name in "abcd"]
+
+
+def wished(groups: Sequence[ObservedGroup], seconds: float = 60.0) -> list[tuple[str, GroupRole]]:
+    """Return the first changes that a lasting load leads to."""
+    controller, now = RoleController(SETTLE_S), 0.0
+    while now < seconds:
+        if changes := controller.decide(groups, now):
+            return [(change.name, change.wish.role) for change in changes]
+        now += 1.0
+    return []
+
+
+def test_a_generating_group_computes_prompts_once_these_wait() -> None:
+    assert wished([*LONG_QUEUES, *EMPTY]) == [("d", PREFILL)]
+
+
+def test_a_prefill_group_generates_once_the_others_are_full() -> None:
+    assert wished([*IDLE, *FULL]) == [("w", DECODE)]
+    waiting = [replace(decode(name, 0.8), signals=RoleSignals(True, False, 2.0, 0.8)) for name in "abcd"]
+    assert wished([*IDLE, *waiting]) == [("w", DECODE)]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param([*IDLE, *EMPTY], id="neither side is short"),
+        pytest.param([*LONG_QUEUES, *FULL], id="both sides are short"),
+        pytest.param([*LONG_QUEUES, *[decode(name, 0.6) for name in "abcd"]], id="none can be spared"),
+        pytest.param([*[prefill(name, is_busy=True) for name in "wxyz"], *FULL], id="prefill groups are busy"),
+        pytest.param([*[prefill(name, is_busy=True) for name in "wxyz"], *EMPTY], id="busy, but nothing waits"),
+        pytest.param([*LONG_QUEUES, decode("a", 0.0)], id="the last one that generates"),
+        pytest.param([prefill("z"), *FULL], id="the last prefill group"),
+        # Another tokenizer may see one more, take this one, and leave the first.
+        pytest.param([*LONG_QUEUES, EMPTY[0], decode("b", may_change=False)], id="the first that generates"),
+        pytest.param(
+            [prefill("y", may_change=False), prefill("z"), *FULL], id="the last in the order of prefill groups"
+        ),
+        pytest.param(FULL, id="no prefill groups"),
+        pytest.param(LONG_QUEUES, id="only prefill groups"),
+        pytest.param(
+            [*LONG_QUEUES, *[replace(each, signals=None) for each in EMPTY]], id="roles of the others are fixed"
+        ),
+        pytest.param([*LONG_QUEUES, *[decode(name, may_change=False) for name in "abcd"]], id="none may change now"),
+        pytest.param(
+            [*LONG_QUEUES, *EMPTY, ObservedGroup("e", DECODE, True, RoleSignals(False, True, 0.0, 0.5))],
+            id="one is changing",
+        ),
+        pytest.param(
+            [*LONG_QUEUES, *EMPTY, ObservedGroup("e", DECODE, True, RoleSignals(False, False, 0.0, 0.2, True))],
+            id="one has sessions",
+        ),
+    ],
+)
+def test_nothing_changes_without_need_or_without_a_group_to_spare(groups: list[ObservedGroup]) -> None:
+    assert wished(groups) == []
+
+
+def test_nothing_is_decided_before_the_averages_are_those_of_the_present_groups() -> None:
+    groups = [*LONG_QUEUES, *EMPTY]
+    assert wished(groups, SETTLE_S) == []
+    assert wished(groups, SETTLE_S + 1) == [("d", PREFILL)]
+
+
+def test_after_a_change_by_another_tokenizer_nothing_is_decided_for_as_long() -> None:
+    controller = RoleController(SETTLE_S)
+    before, after = [*LONG_QUEUES, *EMPTY], [*LONG_QUEUES, prefill("d", waited_s=2.0, is_busy=True), *EMPTY[:-1]]
+    at = [second for second in range(40) if controller.decide(before if second < 10 else after, float(second))]
+    assert at == [25]
+
+
+def test_a_short_peak_changes_nothing() -> None:
+    controller = RoleController(SETTLE_S)
+    for second in range(100):
+        groups = LONG_QUEUES if second in (40, 41) else IDLE
+        assert controller.decide([*groups, *EMPTY], float(second)) == []
+
+
+def test_after_a_change_the_next_one_waits_and_a_lost_wish_is_repeated() -> None:
+    controller = RoleController(SETTLE_S)
+    at = [second for second in range(60) if controller.decide([*LONG_QUEUES, *EMPTY], float(second))]
+    assert at == [15, 30, 45]
+
+
+def test_a_large_fleet_changes_a_quarter_at_a_time_and_no_more_than_it_can_spare() -> None:
+    idle = [prefill(f"p{number:02}") for number in range(12)]
+    full = [decode(f"d{number}", 0.95) for number in range(4)]
+    assert wished([*idle, *full]) == [("p00", DECODE), ("p01", DECODE), ("p02", DECODE)]
+    # Three seconds of five: eleven of them would be at 65 % and ten at 72 %.
+    controller = RoleController(300.0)
+    for second in range(400):
+        busy = [replace(each, is_busy=second % 5 < 3) for each in idle]
+        if changes := controller.decide([*busy, *full], float(second)):
+            break
+    assert [change.name for change in changes] == ["p00"]
+
+
+def test_a_group_that_does_both_generates_for_this_purpose() -> None:
+    groups = [replace(each, role=BOTH) for each in EMPTY]
+    assert wished([*LONG_QUEUES, *groups]) == [("d", PREFILL)]
+
+
+@dataclass
+class Fleet:
+    """Groups that change as they are asked to, after some looks, if they may: some never do."""
+
+    roles: dict[str, GroupRole]
+    held: frozenset[str] = frozenset()
+    changing: dict[str, tuple[GroupRole, int]] = field(default_factory=dict)
+    switches: int = 0
+
+    def observe(self, names: Iterable[str], waited_s: float, fullness: float) -> list[ObservedGroup]:
+        return [
+            ObservedGroup(name, self.roles[name], waited_s > 0, self._signals(name, waited_s, fullness))
+            for name in names
+        ]
+
+    def _signals(self, name: str, waited_s: float, fullness: float) -> RoleSignals:
+        is_changing = name in self.changing
+        return RoleSignals(not is_changing and name not in self.held, is_changing, waited_s, fullness)
+
+    def wish(self, name: str, role: GroupRole, delay: int) -> None:
+        if name not in self.changing and name not in self.held and self.roles[name] is not role:
+            self.changing[name] = role, delay
+            self.switches += 1
+
+    def pass_by(self) -> None:
+        for name, (role, left) in list(self.changing.items()):
+            if left:
+                self.changing[name] = role, left - 1
+            else:
+                self.roles[name] = role
+                del self.changing[name]
+
+
+# Queues are long, outputs fill their groups, or neither.
+LOADS = ((3.0, 0.05), (0.0, 0.98), (0.0, 0.3))
+LOOKS_IN_A_LOAD = 8
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_however_many_decide_on_whatever_they_see_the_last_of_neither_side_changes(data: st.DataObject) -> None:
+    names = [f"g{number}" for number in range(data.draw(st.integers(2, 6)))]
+    order = data.draw(st.permutations(names))
+    split = data.draw(st.integers(1, len(names) - 1))
+    held = data.draw(st.frozensets(st.sampled_from(names), max_size=2))
+    fleet = Fleet({name: PREFILL if order.index(name) < split else DECODE for name in names}, held)
+    controllers = [RoleController(2.0) for _ in range(data.draw(st.integers(1, 3)))]
+    lags = [data.draw(st.integers(0, 2)) for _ in controllers]
+    reports: list[dict[str, ObservedGroup]] = []
+    now = 0
+    for waited_s, fullness in data.draw(st.lists(st.sampled_from(LOADS), min_size=4, max_size=10)):
+        sights = [data.draw(st.sets(st.sampled_from(names), min_size=2)) for _ in controllers]
+        delay = data.draw(st.integers(0, 4))
+        for _ in range(LOOKS_IN_A_LOAD):
+            reports.append({group.name: group for group in fleet.observe(names, waited_s, fullness)})
+            for controller, lag, sight in zip(controllers, lags, sights, strict=True):
+                report = reports[max(0, len(reports) - 1 - lag)]
+                for change in controller.decide([report[name] for name in sight], float(now)):
+                    fleet.wish(change.name, change.wish.role, delay)
+            fleet.pass_by()
+            now += 1
+            staying = {role for name, role in fleet.roles.items() if name not in fleet.changing}
+            assert {PREFILL, DECODE} <= staying
+
+
+def test_tokenizers_that_see_the_same_change_a_group_once() -> None:
+    fleet = Fleet(dict.fromkeys("abcd", DECODE) | dict.fromkeys("wxyz", PREFILL))
+    controllers = [RoleController(SETTLE_S) for _ in range(3)]
+    for second in range(int(SETTLE_S) + 2):
+        # All look before any of them asks.
+        decided = [each.decide(fleet.observe(fleet.roles, 3.0, 0.1), float(second)) for each in controllers]
+        for changes in decided:
+            for change in changes:
+                fleet.wish(change.name, change.wish.role, 3)
+    assert fleet.switches == 1
+    assert list(fleet.changing) == ["d"]
+
+
+def test_a_load_between_the_bounds_does_not_make_roles_swing() -> None:
+    """A group that was given away is not asked back: what is left has room for the same load."""
+    fleet = Fleet(dict.fromkeys("abcd", DECODE) | dict.fromkeys("wxyz", PREFILL))
+    controller = RoleController(SETTLE_S)
+    for second in range(600):
+        generating = sum(role is DECODE for role in fleet.roles.values())
+        computing = len(fleet.roles) - generating
+        # Prompts that keep 4.3 groups busy, and outputs that fill 1.5.
+        waited_s = 2.0 if computing < 4.3 else 0.0
+        is_busy = second % 100 < 100 * min(1.0, 4.3 / computing)
+        observed = [replace(each, is_busy=is_busy) for each in fleet.observe(fleet.roles, waited_s, 1.5 / generating)]
+        for change in controller.decide(observed, float(second)):
+            fleet.wish(change.name, change.wish.role, 2)
+        fleet.pass_by()
+    assert fleet.switches == 1
+    assert [name for name, role in fleet.roles.items() if role is PREFILL] == list("dwxyz")
