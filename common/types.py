@@ -219,7 +219,7 @@ class RoleSignals:
     `may_change`: a wish for another role would be followed. `is_changing`: one is, and the group takes no requests.
     `waited_s`: how long the oldest request has waited that lacks a row, memory or room in a step. `fullness`: share of
     the rows that run, or of the pages that they hold, whichever is larger. `has_sessions`: some are open, of which a
-    change of any group could move the home.
+    change of any group could move the home. `own_role`: that of the settings, which it has after a restart.
     """
 
     may_change: bool
@@ -227,6 +227,7 @@ class RoleSignals:
     waited_s: float
     fullness: float
     has_sessions: bool = False
+    own_role: GroupRole = GroupRole.BOTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def load_to_wire(load: LoadReport) -> scheduler_pb2.SchedulerLoad:
     if (signals := load.signals) is not None:
         message.signals.may_change, message.signals.is_changing = signals.may_change, signals.is_changing
         message.signals.waited_ms, message.signals.fullness = round(1000 * signals.waited_s), signals.fullness
-        message.signals.has_sessions = signals.has_sessions
+        message.signals.has_sessions, message.signals.own_role = signals.has_sessions, role_to_wire(signals.own_role)
     return message
 
 
@@ -114,8 +114,14 @@ def load_from_wire(message: scheduler_pb2.SchedulerLoad) -> LoadReport:
     signals = None
     if message.HasField("signals"):
         sent = message.signals
-        waited_s = sent.waited_ms / 1000
-        signals = RoleSignals(sent.may_change, sent.is_changing, waited_s, sent.fullness, sent.has_sessions)
+        signals = RoleSignals(
+            sent.may_change,
+            sent.is_changing,
+            sent.waited_ms / 1000,
+            sent.fullness,
+            sent.has_sessions,
+            role_from_wire(sent.own_role),
+        )
     return LoadReport(
         message.open_choices,
         message.serves,

@@ -46,9 +46,9 @@ class GroupRoles:
 
     def __init__(self, role: GroupRole, rules: AutomaticRoleSettings, clock: Callable[[], float], audit: Audit) -> None:
         """Begin with the role of the settings; `clock` returns seconds, and `audit` records changes by the load."""
-        # To be taken again after a time as prefill group.
+        self._own = self._role = role
+        # By which the group generates.
         self._home = GroupRole.DECODE if role is GroupRole.PREFILL else role
-        self._role = role
         self._rules = rules
         self._clock = clock
         self._audit = audit
@@ -99,6 +99,7 @@ class GroupRoles:
             waited_s=_waited_s(core, self._clock()),
             fullness=_fullness(core),
             has_sessions=bool(len(core.sessions)),
+            own_role=self._own,
         )
 
     async def run(self, has_open_work: Callable[[], bool]) -> None:
@@ -127,7 +128,7 @@ class GroupRoles:
 
 
 def _waited_s(core: SchedulerCore, now: float) -> float:
-    """Return how long the oldest request that lacks a row, memory or room in a step has waited, in seconds.
+    """Return the longest wait of a request for a row, memory or room in a step, in seconds.
 
     Retracted ones have started, and those of batches wait for all others.
     """

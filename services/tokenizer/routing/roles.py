@@ -3,7 +3,8 @@
 Of the groups whose roles the load may change, prefill groups are short if requests wait for them, and generating ones
 if their rows or pages are taken or requests wait for these. A group changes only if those that it leaves can spare it:
 what they do, divided among one fewer, stays below `SPARE`. So a change leaves them well below the bounds at which they
-would be short themselves (hysteresis).
+would be short themselves (hysteresis). Restarts may leave a side without groups, as they bring back the roles of the
+settings; it then gets one.
 
 Any number of tokenizers may decide at the same time. Each takes the generating group with the last name, but never the
 first one that it sees, and the prefill group with the first name, but never the last one that it sees. So tokenizers
@@ -95,7 +96,7 @@ class _Side:
     waited_s: float
 
     def spared(self, used: float) -> int:
-        """Return how many groups may go if these are `used` to this share: at most a quarter at a time, or one."""
+        """Return the number of groups that may go if these are `used` to this share: at most a quarter, or one."""
         most = min(max(1, self.groups // 4), self.groups - 1)
         return max(
             (count for count in range(1, most + 1) if used * self.groups < SPARE * (self.groups - count)), default=0
@@ -130,6 +131,8 @@ class RoleController:
         return changes
 
     def _changes(self, prefill: Sequence[ObservedGroup], generating: Sequence[ObservedGroup]) -> list[RoleChange]:
+        if not generating or not prefill:
+            return _restored(prefill, generating)
         computing, decoding = self._side(prefill), self._side(generating)
         if computing is None or decoding is None:
             return []
@@ -174,3 +177,22 @@ class RoleController:
         for group in groups:
             self._averages[group.name].add(group, weight)
         self._roles, self._looked_at = roles, now
+
+
+def _restored(prefill: Sequence[ObservedGroup], generating: Sequence[ObservedGroup]) -> list[RoleChange]:
+    """Return the change that gives a side a group again after restarts, by which roles are those of the settings.
+
+    Only where a group of the other side belongs here by its settings: else this side has not started yet, or is away.
+    """
+    own_roles = [each.signals.own_role for each in (*prefill, *generating) if each.signals is not None]
+    if not generating:
+        role, reason, is_displaced = (
+            GroupRole.DECODE,
+            "no group generates",
+            any(own is not GroupRole.PREFILL for own in own_roles),
+        )
+        chosen = [each for each in prefill[:-1] if each.may_change][:1]
+    else:
+        role, reason, is_displaced = GroupRole.PREFILL, "no prefill group is left", GroupRole.PREFILL in own_roles
+        chosen = [each for each in generating[1:] if each.may_change][-1:]
+    return [RoleChange(each.name, RoleWish(role, reason)) for each in chosen] if is_displaced else []

@@ -138,6 +138,7 @@ signals = st.builds(
     waited_s=st.integers(0, 4000).map(lambda quarters: quarters / 4),
     fullness=st.floats(0, 1),
     has_sessions=st.booleans(),
+    own_role=st.sampled_from(GroupRole),
 )
 loads = st.builds(
     LoadReport,

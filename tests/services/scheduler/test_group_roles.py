@@ -131,13 +131,13 @@ def test_a_group_with_open_sessions_stays_as_it_is() -> None:
 
 def test_signals_say_how_full_the_group_is_and_how_long_requests_lack_a_row() -> None:
     desk = Desk()
-    assert desk.signals() == RoleSignals(True, False, 0.0, 0.0)
+    assert desk.signals() == RoleSignals(True, False, 0.0, 0.0, own_role=DECODE)
     for name in "abc":
         desk.submit(name, max_tokens=100)
     desk.harness.plan()
     desk.now = 1.3
     # One of three waits for one of two rows, in steps of a quarter of a second.
-    assert desk.signals() == RoleSignals(True, False, 1.25, 1.0)
+    assert desk.signals() == RoleSignals(True, False, 1.25, 1.0, own_role=DECODE)
 
 
 def test_pages_that_rows_hold_count_and_those_of_the_cache_do_not() -> None:

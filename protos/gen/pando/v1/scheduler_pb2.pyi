@@ -519,6 +519,7 @@ class RoleSignals(_message.Message):
     WAITED_MS_FIELD_NUMBER: _builtins.int
     FULLNESS_FIELD_NUMBER: _builtins.int
     HAS_SESSIONS_FIELD_NUMBER: _builtins.int
+    OWN_ROLE_FIELD_NUMBER: _builtins.int
     may_change: _builtins.bool
     """A wish for another role would be followed now."""
     is_changing: _builtins.bool
@@ -529,6 +530,8 @@ class RoleSignals(_message.Message):
     """Share of the rows that run, or of the pages that they hold, whichever is larger; in steps of 1/64."""
     has_sessions: _builtins.bool
     """Sessions are open here; a change of the groups that serve would move some of all sessions to others."""
+    own_role: Global___SchedulerRole.ValueType
+    """The role in the settings, which the group has after a restart."""
     def __init__(
         self,
         *,
@@ -537,10 +540,11 @@ class RoleSignals(_message.Message):
         waited_ms: _builtins.int = ...,
         fullness: _builtins.float = ...,
         has_sessions: _builtins.bool = ...,
+        own_role: Global___SchedulerRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fullness", b"fullness", "has_sessions", b"has_sessions", "is_changing", b"is_changing", "may_change", b"may_change", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fullness", b"fullness", "has_sessions", b"has_sessions", "is_changing", b"is_changing", "may_change", b"may_change", "own_role", b"own_role", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

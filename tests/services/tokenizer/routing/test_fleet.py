@@ -309,14 +309,14 @@ async def test_a_group_is_asked_to_change_its_role_when_the_load_calls_for_it(
     prefill, decode = scheduler_pb2.SCHEDULER_ROLE_PREFILL, scheduler_pb2.SCHEDULER_ROLE_DECODE
     for number, group in enumerate(tier.groups):
         is_short = number < 2
-        signals = scheduler_pb2.RoleSignals(may_change=True, waited_ms=2000 * is_short, fullness=0.1)
         role = prefill if is_short else decode
+        signals = scheduler_pb2.RoleSignals(may_change=True, waited_ms=2000 * is_short, fullness=0.1, own_role=role)
         group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, open_choices=1, role=role, signals=signals)
     async with tier.run(PrefixAware(LOAD_FACTOR)):
         last = tier.groups[3].scheduler
         await until(lambda: last.wishes)
         assert last.wishes[0].role == prefill
-        assert "requests wait 2.0 s" in last.wishes[0].reason
+        assert "prefill groups: " in last.wishes[0].reason
         assert not any(group.scheduler.wishes for group in tier.groups[:3])
 
 

@@ -20,7 +20,7 @@ SETTLE_S = 15.0
 
 
 def prefill(name: str, *, waited_s: float = 0.0, is_busy: bool = False, may_change: bool = True) -> ObservedGroup:
-    return ObservedGroup(name, PREFILL, is_busy, RoleSignals(may_change, False, waited_s, 0.1))
+    return ObservedGroup(name, PREFILL, is_busy, RoleSignals(may_change, False, waited_s, 0.1, own_role=PREFILL))
 
 
 def decode(name: str, fullness: float = 0.1, *, waited_s: float = 0.0, may_change: bool = True) -> ObservedGroup:
@@ -69,7 +69,8 @@ def test_a_prefill_group_generates_once_the_others_are_full() -> None:
             [prefill("y", may_change=False), prefill("z"), *FULL], id="the last in the order of prefill groups"
         ),
         pytest.param(FULL, id="no prefill groups"),
-        pytest.param(LONG_QUEUES, id="only prefill groups"),
+        pytest.param(LONG_QUEUES, id="the groups that generate have not started"),
+        pytest.param([replace(LONG_QUEUES[0], signals=RoleSignals(True, False, 0.0, 0.0))], id="a prefill group alone"),
         pytest.param(
             [*LONG_QUEUES, *[replace(each, signals=None) for each in EMPTY]], id="roles of the others are fixed"
         ),
@@ -86,6 +87,26 @@ def test_a_prefill_group_generates_once_the_others_are_full() -> None:
 )
 def test_nothing_changes_without_need_or_without_a_group_to_spare(groups: list[ObservedGroup]) -> None:
     assert wished(groups) == []
+
+
+def own_role(group: ObservedGroup, role: GroupRole) -> ObservedGroup:
+    assert group.signals is not None
+    return replace(group, signals=replace(group.signals, own_role=role))
+
+
+def test_restarts_that_leave_no_group_to_generate_are_undone() -> None:
+    """Roles of settings: the first two prefill, the last generates; the load had exchanged the first and the last."""
+    assert wished(
+        [own_role(prefill(name), role) for name, role in zip("abc", (PREFILL, PREFILL, DECODE), strict=True)]
+    ) == [("a", DECODE)]
+
+
+def test_restarts_that_leave_no_prefill_group_are_undone_where_the_settings_have_one() -> None:
+    assert wished([own_role(decode(name), DECODE) for name in "abc"]) == []
+    assert wished([own_role(decode("a"), PREFILL), *[own_role(decode(name), DECODE) for name in "bc"]]) == [
+        ("c", PREFILL)
+    ]
+    assert wished([own_role(decode("a"), PREFILL)]) == []
 
 
 def test_nothing_is_decided_before_the_averages_are_those_of_the_present_groups() -> None:
