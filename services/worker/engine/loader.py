@@ -177,8 +177,7 @@ class DecoderLoader:
             for config, shard in self._kinds(spec.tensor_rank):
                 check_model(self._held_format, config, shard, is_own=is_own)
             if self._backend.name == "gpu":
-                capability = torch.cuda.get_device_capability(self._device)
-                check_device(self._held_format, self._config, self._dtype, capability)
+                check_device(self._held_format, self._dtype, torch.cuda.get_device_capability(self._device))
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend, self._shapes_of(has_float8_kv=False))
         self._kv_scales: tuple[KvScales, ...] = ()
         # Of models that run through `transformers`, products cannot be changed.

@@ -81,15 +81,10 @@ def check_model(held: StoredFormat, config: ModelConfig, shard: ModelShard, *, i
         _check_widths(config, shard)
 
 
-def check_device(held: StoredFormat, config: ModelConfig, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+def check_device(held: StoredFormat, dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Raise ConfigurationError if a GPU's own kernels cannot multiply matrices in the format."""
     if isinstance(held, Fp8Format):
         _check_fp8_device(held, dtype, capability)
-    if config.moe is not None and isinstance(held, Int8Format):
-        raise ConfigurationError(
-            "experts in INT8 are not supported on a GPU; use a checkpoint in FP8, or backend=torch, which widens the "
-            "weights"
-        )
 
 
 def _check_fp8_device(held: Fp8Format, dtype: torch.dtype, capability: tuple[int, int]) -> None:

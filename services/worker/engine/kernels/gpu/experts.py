@@ -24,10 +24,11 @@ from services.worker.engine.kernels.gpu.grouped_product import (
     scales_on_device,
     widen,
 )
-from services.worker.engine.kernels.gpu.quantised_linear import quantise_groups
+from services.worker.engine.kernels.gpu.quantised_linear import quantise_groups, quantise_rows_to_int8
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import FP8, Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
+from services.worker.engine.quantization.int8 import Int8Matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,8 +87,9 @@ def _grouped_product(
     """Multiply a block of pairs with their expert's matrix.
 
     The first product takes its inputs from the pairs' tokens and gates them, the second one takes those results, weighs
-    them and puts them back to the pairs' places. Both take FP8 on both sides, and scale what comes out, if SCALED; if
-    GROUPED, both sides have a scale for each of `groups` parts of the width, DEPTH inputs wide.
+    them and puts them back to the pairs' places. Both take FP8 or INT8 on both sides, and scale what comes out, if
+    SCALED; if GROUPED, both sides have a scale for each of `groups` parts of the width, DEPTH inputs wide. Sums of INT8
+    are exact.
     """
     block = tl.program_id(1)
     if block >= tl.load(last_block):
@@ -99,15 +101,18 @@ def _grouped_product(
     steps = tl.arange(0, DEPTH)
     at_inputs = inputs + sources[:, None] * width + steps[None, :]
     at_weight = weight + expert * stride_expert + at.to(tl.int64)[None, :] * width + steps[:, None]
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gated_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    is_int8: tl.constexpr = weight.dtype.element_ty == tl.int8
+    of_sums: tl.constexpr = tl.int32 if is_int8 else tl.float32
+    sums = tl.zeros([ROWS, COLUMNS], of_sums)
+    gated_sums = tl.zeros([ROWS, COLUMNS], of_sums)
     # Hopper's own sums of FP8 have 14 bits: after so many they are added to float32.
-    imprecise: tl.constexpr = DEPTH if SCALED else 0
+    imprecise: tl.constexpr = DEPTH if SCALED and not is_int8 else 0
     for start in range(0, width, DEPTH):
         in_width = start + steps < width
         given = tl.load(at_inputs + start, mask=inside[:, None] & in_width[None, :], other=0.0)
         mask = in_width[:, None] & in_columns[None, :]
-        part = tl.dot(given, tl.load(at_weight + start, mask=mask, other=0.0), max_num_imprecise_acc=imprecise)
+        factors = tl.load(at_weight + start, mask=mask, other=0.0)
+        part = tl.dot(given, factors, max_num_imprecise_acc=imprecise, out_dtype=of_sums)
         if GROUPED:
             group = start // DEPTH
             of_inputs = tl.load(input_scales + sources * groups + group, mask=inside, other=0.0)[:, None]
@@ -116,7 +121,7 @@ def _grouped_product(
         sums += part
         if IS_FIRST:
             gated = tl.load(at_weight + gated_offset + start, mask=mask, other=0.0)
-            gated_part = tl.dot(given, gated, max_num_imprecise_acc=imprecise)
+            gated_part = tl.dot(given, gated, max_num_imprecise_acc=imprecise, out_dtype=of_sums)
             if GROUPED:
                 of_gated = tl.load(at_scales + columns * groups, mask=in_columns, other=0.0)
                 gated_part *= of_inputs * of_gated[None, :]
@@ -124,9 +129,11 @@ def _grouped_product(
     if SCALED and not GROUPED:
         scales = weight_scales + expert * stride_scales + at
         of_inputs = tl.load(input_scales + sources, mask=inside, other=0.0)[:, None]
-        sums *= of_inputs * tl.load(scales, mask=in_columns, other=0.0)[None, :]
+        # In the reference's order: INT8's results are its own but for the last rounding.
+        sums = sums.to(tl.float32) * of_inputs * tl.load(scales, mask=in_columns, other=0.0)[None, :]
         if IS_FIRST:
-            gated_sums *= of_inputs * tl.load(scales + columns, mask=in_columns, other=0.0)[None, :]
+            of_gated = tl.load(scales + columns, mask=in_columns, other=0.0)[None, :]
+            gated_sums = gated_sums.to(tl.float32) * of_inputs * of_gated
     _finish(
         sums, gated_sums, bias + expert * stride_bias, routing_weights, outputs, rows, inside, pairs, at, in_columns,
         columns, HAS_BIAS=HAS_BIAS, IS_FIRST=IS_FIRST, ACTIVATION=ACTIVATION,
@@ -234,7 +241,7 @@ class _Plan:
 
 
 class _Stack:
-    """One matrix of each expert: as wide as activations, or in FP8 with scales for rows or for blocks of inputs."""
+    """One matrix of each expert: as wide as activations, in INT8, or in FP8 with scales for rows or blocks of them."""
 
     def __init__(self, like: Matrix, experts: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for `experts` matrices [rows, in] that are held as `like` is."""
@@ -252,6 +259,8 @@ class _Stack:
             case Fp8BlockMatrix():
                 dtype, width, self._groups = FP8, like.values.shape[1], like.scales.shape[1]
                 self._scales = torch.empty(experts, rows, self._groups, device=device)
+            case Int8Matrix():
+                dtype, self._scales = torch.int8, torch.empty(experts, rows, device=device)
             case _:
                 assert isinstance(like, torch.Tensor), "experts in other formats are refused"
         self._values = torch.empty(experts, rows, width, dtype=dtype, device=device)  # [experts, out, in]
@@ -263,7 +272,8 @@ class _Stack:
             self._values[expert, rows].copy_(matrix)
             return
         assert self._scales is not None, "experts are held alike"
-        assert isinstance(matrix, Fp8Matrix | Fp8BlockMatrix), "experts in other formats are refused"
+        assert isinstance(matrix, Fp8Matrix | Fp8BlockMatrix | Int8Matrix), "experts in other formats are refused"
+        assert matrix.values.dtype == self._values.dtype, "experts are held alike"
         self._values[expert, rows].copy_(matrix.values)
         self._scales[expert, rows].copy_(matrix.scales)
         if isinstance(matrix, Fp8Matrix) and matrix.input_scale is not None:
@@ -286,6 +296,8 @@ class _Stack:
         """Return inputs [rows, in] as they are multiplied, and their scales, if there are any."""
         if self._groups:
             return quantise_groups(inputs)
+        if self._values.dtype == torch.int8:
+            return quantise_rows_to_int8(inputs)
         return (inputs, inputs) if self._scales is None else quantise_rows(inputs, self._input_scale)
 
 

@@ -201,6 +201,21 @@ def test_mixtures_of_two_ranks_compute_the_same_as_of_one(
     assert float((together - alone).norm() / alone.norm()) < TOLERANCE
 
 
+@pytest.mark.parametrize("changes", [{}, {"expert_parallel": True}])
+def test_mixtures_in_int8_of_two_ranks_compute_the_same_as_of_one(
+    fresh_ranks: Ranks, changes: dict[str, object], tmp_path: Path
+) -> None:
+    name, options = FAMILIES["qwen3 moe"]
+    # All experts are chosen: roundings change no choice.
+    few = {"moe_intermediate_size": 128, "num_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.05}
+    save_model(tmp_path, name, {**options, **SHAPE, **few})
+    store_quantised(tmp_path, SCHEMES["int8"])
+    together, _ = fresh_ranks.run(compute, WORLD, str(tmp_path), changes)
+    (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))
+    # Ranks scale their own parts of the activations.
+    assert float((together - alone).norm() / alone.norm()) < 2 * TOLERANCE
+
+
 def compute_shared(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Tensor | None:
     """Compute a prompt on group 0 of those that share experts; the others have no tokens. With one group, alone."""
     spec = EngineSpec(

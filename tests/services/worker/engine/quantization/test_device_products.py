@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
@@ -66,7 +65,7 @@ def test_logits_of_stored_formats_are_those_of_the_reference(scheme: str, tmp_pa
         assert float((got.float() - expected).norm() / expected.norm()) < 0.7 * lost + 0.02
 
 
-@pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 static", "awq 32", "gptq act-order"])
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 static", "int8", "awq 32", "gptq act-order"])
 def test_experts_in_stored_formats_are_those_of_the_reference(scheme: str, tmp_path: Path) -> None:
     name, options = FAMILIES["qwen3 moe"]
     save_model(tmp_path, name, {**options, **SHAPE, "moe_intermediate_size": 128, "num_experts": 6})
@@ -74,16 +73,9 @@ def test_experts_in_stored_formats_are_those_of_the_reference(scheme: str, tmp_p
     # All of them are chosen: roundings change no choice.
     change_config(tmp_path, num_experts_per_tok=6)
     expected = logits_of(tmp_path, backend="torch", dtype="float32")
-    got = logits_of(tmp_path, backend="gpu", dtype="bfloat16")
-    assert float((got.float() - expected).norm() / expected.norm()) < 0.1
-
-
-def test_experts_without_a_program_are_refused(tmp_path: Path) -> None:
-    name, options = FAMILIES["qwen3 moe"]
-    save_model(tmp_path, name, {**options, **SHAPE, "moe_intermediate_size": 128})
-    store_quantised(tmp_path, SCHEMES["int8"])
-    with pytest.raises(ConfigurationError, match="experts in INT8 are not supported on a GPU"):
-        load(tmp_path, backend="gpu", dtype="bfloat16")
+    for tokens in (None, 1):
+        got = logits_of(tmp_path, backend="gpu", dtype="bfloat16", tokens=tokens)
+        assert float((got.float() - expected).norm() / expected.norm()) < 0.1
 
 
 def capacity(quantization: str, pages: int | None) -> tuple[int, int, int]:

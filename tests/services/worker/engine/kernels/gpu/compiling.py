@@ -52,6 +52,7 @@ FLOATS = ("*bf16", "*fp16", "*fp32")
 WARPS, WARPGROUPS = "mma.sync.aligned.m16n8k16", "wgmma.mma_async.sync.aligned.m64"
 # One that takes its left factor from registers, and the wait for all of them.
 _FROM_REGISTERS = re.compile(WARPGROUPS.replace(".", r"\.") + r"\S* \{[^}]*\}, *\{")
+_INT8 = re.compile(r"mma\S*\.s32\.s8\.s8")
 _WAIT_FOR_ALL = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+0;")
 
 
@@ -65,6 +66,13 @@ def build_by(instruction: str, program: Any, types: str, warps: int, **constants
     done = compiled(program, types, warps, **constants)
     found = {name for name in (WARPS, WARPGROUPS) if name in done.asm["ptx"]}
     assert found == {instruction}, f"{program.__name__} {constants} multiplies by {found}"
+    return len(done.asm["cubin"])
+
+
+def build_exact(program: Any, types: str, warps: int, **constants: float) -> int:
+    """Do the same for INT8, whose products matrix units must sum up to 32 bits."""
+    done = compiled(program, types, warps, **constants)
+    assert _INT8.search(done.asm["ptx"]), f"{program.__name__} {constants} does not multiply by INT8's units"
     return len(done.asm["cubin"])
 
 
@@ -120,7 +128,8 @@ def main() -> None:
         given = "*bf16 *bf16 *bf16 *bf16 fp32 *bf16 *bf16 *bf16"
         sizes.append(build(elementwise._rms_norm, given, 8, OVERLAPS=1, **norm))
         sizes.append(build(elementwise._rms_norm, given, 8, AMPERE, OVERLAPS=0, **norm))
-    sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes() + adapter_sizes() + ordered_sizes()
+    sizes += fp8_sizes() + int8_expert_sizes() + quantised_sizes() + attention_sizes() + latent_sizes()
+    sizes += adapter_sizes() + ordered_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
 
@@ -188,6 +197,21 @@ def fp8_sizes() -> list[int]:
     return sizes
 
 
+def int8_expert_sizes() -> list[int]:
+    """Compile both products of experts with INT8, for tiles of all sizes."""
+    sizes = []
+    for tuning, is_first in itertools.product(
+        (experts._FEW_PAIRS, experts._MANY_PAIRS, experts.ORDERED_PAIRS), (True, False)
+    ):
+        cut: Constants = {"ROWS": tuning.rows, "COLUMNS": tuning.columns, "DEPTH": tuning.depth, "IS_FIRST": is_first}
+        sharing: Constants = {"PER_TOKEN": 8, "EXPERTS": 128, "SEARCH": 128, "HAS_BIAS": True, "ACTIVATION": 0}
+        given = f"*i8 *i8 *fp32 *fp32 *bf16 *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 7}"
+        sizes.append(
+            build_exact(experts._grouped_product, given, tuning.warps, SCALED=True, GROUPED=False, **cut, **sharing)
+        )
+    return sizes
+
+
 def quantised_sizes() -> list[int]:
     """Compile the products with FP8 in blocks, INT8 and packed integers, for tiles of all sizes."""
     sizes = []
@@ -210,7 +234,7 @@ def quantised_sizes() -> list[int]:
         blocks = "*fp8e4nv *fp8e4nv *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32 i32"
         sizes.append(build(quantised_linear._fp8_block_product, blocks, tile.warps, DEPTH=FP8_BLOCK, **how))
         narrow = "*i8 *i8 *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32"
-        sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
+        sizes.append(build_exact(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
         packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32"
         for bits, group in ((4, 16), (5, 32), (6, 16), (8, 32)):
             what = {"BITS": bits, "GROUP": group, "PACK": grouped_product.pack_of(4096, group), "HAS_SHIFTS": True}
