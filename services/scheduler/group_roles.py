@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
-from common.types import GroupRole, RoleSignals
+from common.types import GroupRole, RoleSignals, RoleWish
 from services.scheduler import metrics
 from services.scheduler.core.sequence import Wait
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from common.audit.log import Audit
     from common.settings.scheduler import AutomaticRoleSettings
-    from common.types import RoleWish
     from services.scheduler.core.core import SchedulerCore
 
 # Between looks at whether a group that is about to change has drained.
@@ -65,6 +64,11 @@ class GroupRoles:
     def is_changing(self) -> bool:
         """Whether the group takes no new requests, since its role changes once open ones have ended."""
         return self._change is not None
+
+    @property
+    def change(self) -> RoleWish | None:
+        """The change for which open requests are to end; None: there is none."""
+        return None if self._change is None else RoleWish(self._change.role, self._change.reason)
 
     def set(self, role: GroupRole) -> None:
         """Change the role at once, as an operator asks; open requests continue."""

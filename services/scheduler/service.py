@@ -17,7 +17,7 @@ from common.types import GroupRole
 from common.wire.adapters import adapter_to_wire
 from common.wire.answers import divided
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
-from common.wire.requests import role_from_wire, role_to_wire, schedule_request_from_wire
+from common.wire.requests import role_from_wire, role_to_wire, schedule_request_from_wire, wish_to_wire
 from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
@@ -179,6 +179,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             role=role_to_wire(self._loop.roles.role),
             ranks=[rank_to_wire(number, health) for number, health in enumerate(self._loop.rank_healths)],
         )
+        if (change := self._loop.roles.change) is not None:
+            state.role_change.CopyFrom(wish_to_wire(change))
         self._describe_disaggregation(state)
         core, weights = self._loop.core, self._loop.weights
         if weights is not None:

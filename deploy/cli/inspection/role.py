@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from common.types import GroupRole
-from common.wire.requests import role_from_wire, role_to_wire
+from common.wire.requests import role_from_wire, role_to_wire, wish_from_wire
 from deploy.cli.inspection.connection import add_connection_arguments, with_scheduler
 from protos.gen.pando.v1 import scheduler_pb2
 
@@ -54,8 +54,16 @@ def change(connection: Connection, *, role: GroupRole | None, drains: bool) -> N
     connection.console.print(
         f"role {role_from_wire(state.role).value}: {_requests(state):,} open requests, {prompts.open_leases:,} prompts "
         f"offered to other groups; since its start {prompts.prefills:,} computed for others and "
-        f"{prompts.remote_prefills:,} by others"
+        f"{prompts.remote_prefills:,} by others{_change(state)}"
     )
+
+
+def _change(state: scheduler_pb2.GetStateResponse) -> str:
+    """Return the part of the line that says which role comes next, if one does."""
+    if not state.HasField("role_change"):
+        return ""
+    wish = wish_from_wire(state.role_change)
+    return f"; {wish.role.value} once these requests have ended, as the load asks for it: {wish.reason}"
 
 
 def _state(connection: Connection) -> scheduler_pb2.GetStateResponse:

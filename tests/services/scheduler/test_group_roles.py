@@ -170,6 +170,8 @@ async def test_a_wish_on_the_stream_drains_the_group_and_its_requests_go_on(pipe
     await until(lambda: any(load.signals.is_changing for load in pipeline.loads))
     draining = [load for load in pipeline.loads if load.signals.is_changing]
     assert {(load.serves, load.role) for load in draining} == {(False, scheduler_pb2.SCHEDULER_ROLE_BOTH)}
+    change = (await pipeline.state()).role_change
+    assert (change.role, change.reason) == (scheduler_pb2.SCHEDULER_ROLE_PREFILL, "a test")
     # A request that was on its way is served, too.
     assert not (await pipeline.submit("late", max_tokens=4)).HasField("rejected")
     await pipeline.finished("running", "late")
@@ -178,6 +180,7 @@ async def test_a_wish_on_the_stream_drains_the_group_and_its_requests_go_on(pipe
     await until(lambda: pipeline.loads[-1].serves and not pipeline.loads[-1].signals.may_change)
     state = await pipeline.state()
     assert state.role == scheduler_pb2.SCHEDULER_ROLE_PREFILL
+    assert not state.HasField("role_change")
     assert (state.running_rows, state.waiting_requests) == (0, 0)
 
 

@@ -847,6 +847,7 @@ class GetStateResponse(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    ROLE_CHANGE_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for a row, and rows in prefill or decode."""
     running_rows: _builtins.int
@@ -905,6 +906,10 @@ class GetStateResponse(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankState]:
         """By number; empty unless the worker group is READY."""
 
+    @_builtins.property
+    def role_change(self) -> Global___RoleWish:
+        """The role that the load asks for, which the group has once open requests have ended; absent: it keeps its role."""
+
     def __init__(
         self,
         *,
@@ -936,21 +941,26 @@ class GetStateResponse(_message.Message):
         role: Global___SchedulerRole.ValueType = ...,
         disaggregation: Global___DisaggregationState | None = ...,
         ranks: _abc.Iterable[Global___RankState] | None = ...,
+        role_change: Global___RoleWish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_role_change", b"_role_change", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "host_tier", b"host_tier", "role_change", b"role_change", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "ranks", b"ranks", "requests", b"requests", "retractions", b"retractions", "role", b"role", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_role_change", b"_role_change", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "ranks", b"ranks", "requests", b"requests", "retractions", b"retractions", "role", b"role", "role_change", b"role_change", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disaggregation: _TypeAlias = _typing.Literal["disaggregation"]  # noqa: Y015
     _WhichOneofArgType__disaggregation: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation"]  # noqa: Y015
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
+    _WhichOneofReturnType__role_change: _TypeAlias = _typing.Literal["role_change"]  # noqa: Y015
+    _WhichOneofArgType__role_change: _TypeAlias = _typing.Literal["_role_change", b"_role_change"]  # noqa: Y015
     _WhichOneofReturnType__storage: _TypeAlias = _typing.Literal["storage"]  # noqa: Y015
     _WhichOneofArgType__storage: _TypeAlias = _typing.Literal["_storage", b"_storage"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disaggregation) -> _WhichOneofReturnType__disaggregation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_tier) -> _WhichOneofReturnType__host_tier | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__role_change) -> _WhichOneofReturnType__role_change | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__storage) -> _WhichOneofReturnType__storage | None: ...
 

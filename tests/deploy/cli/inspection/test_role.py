@@ -23,6 +23,7 @@ class DrainingScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self) -> None:
         self.role: scheduler_pb2.SchedulerRole.ValueType = DECODE
         self.rows, self.leases = 2, 1
+        self.wish: scheduler_pb2.RoleWish | None = None
 
     def SetRole(
         self, request: scheduler_pb2.SetRoleRequest, context: grpc.ServicerContext
@@ -36,6 +37,8 @@ class DrainingScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.GetStateRequest, context: grpc.ServicerContext
     ) -> scheduler_pb2.GetStateResponse:
         state = scheduler_pb2.GetStateResponse(role=self.role, running_rows=self.rows)
+        if self.wish is not None:
+            state.role_change.CopyFrom(self.wish)
         state.disaggregation.open_leases = self.leases
         state.disaggregation.remote_prefills = 1_234
         self.leases -= self.rows == 0 and self.leases > 0
@@ -64,6 +67,16 @@ def test_a_role_is_shown_and_left_alone(
     assert shown.startswith("role decode: 2 open requests, 1 prompts offered")
     assert "1,234 by others" in shown
     assert scheduler[0].role == DECODE
+
+
+def test_a_change_that_waits_for_open_requests_is_shown(
+    scheduler: tuple[DrainingScheduler, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler[0].wish = scheduler_pb2.RoleWish(role=PREFILL, reason="prompts wait")
+    assert main(["role", "--scheduler", scheduler[1]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("role decode: ")
+    assert shown.endswith("; prefill once these requests have ended, as the load asks for it: prompts wait")
 
 
 def test_a_drained_group_has_no_requests_of_its_role_before(
