@@ -74,6 +74,8 @@ class GroupRoles:
         """Change the role at once, as an operator asks; open requests continue."""
         self._change = None
         self._become(role, "asked", "an operator asked for it")
+        # Also if it has the role already, which an operator may wish to keep.
+        self._changed_at = self._clock()
 
     def wish(self, wish: RoleWish, core: SchedulerCore) -> bool:
         """Begin the change that a tokenizer wishes; return whether it has begun."""

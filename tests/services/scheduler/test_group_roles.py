@@ -99,6 +99,19 @@ def test_an_operator_overrides_a_change_that_is_under_way() -> None:
 
 @pytest.mark.parametrize(("home", "again"), [(BOTH, BOTH), (DECODE, DECODE), (PREFILL, DECODE)])
 def test_a_group_that_generates_again_does_so_as_in_the_settings(home: GroupRole, again: GroupRole) -> None:
+@pytest.mark.parametrize("is_changing", [False, True])
+def test_an_operator_s_role_holds_for_the_interval_also_if_the_group_has_it_already(*, is_changing: bool) -> None:
+    desk = Desk()
+    if is_changing:
+        assert desk.wish(PREFILL)
+    desk.now = 1.0
+    desk.roles.set(DECODE)
+    desk.now = 60.9
+    assert not desk.wish(PREFILL)
+    desk.now = 61.0
+    assert desk.wish(PREFILL)
+
+
     desk = Desk(home)
     desk.roles.set(PREFILL)
     desk.now = 60.0
