@@ -214,7 +214,7 @@ EXPECTED_OUTPUT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RoleSignals:
-    """The part of a group's load by which tokenizers change roles, if its role may change with the load.
+    """The part of a group's load by which tokenizers change roles, if it may change its own by it or has sessions.
 
     `may_change`: a wish for another role would be followed. `is_changing`: one is, and the group takes no requests.
     `waited_s`: how long the oldest request has waited that lacks a row, memory or room in a step. `fullness`: share of
@@ -243,7 +243,8 @@ class LoadReport:
     """Load of a scheduler: choices that wait or run, and whether a request submitted now would run; its role.
 
     If its workers sleep, a request would wait for them to be woken. `free_tokens` is the room for KV in tokens, beside
-    what open requests hold and are expected to need; None: not known. `signals`; None: its role is fixed.
+    what open requests hold and are expected to need; None: not known. `signals`; None: its role is fixed, and it has no
+    sessions.
     """
 
     open_choices: int

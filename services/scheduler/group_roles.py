@@ -96,8 +96,11 @@ class GroupRoles:
         self._become(change.role, "load", change.reason)
 
     def signals(self, core: SchedulerCore) -> RoleSignals | None:
-        """Return the part of the load by which roles are chosen; None: the load does not change this group's role."""
-        if not self._rules.enabled:
+        """Return the part of the load by which roles are chosen; None: it has no say in them.
+
+        A group whose role is fixed reports it only while it has sessions, which no other group's change may move.
+        """
+        if not self._rules.enabled and not len(core.sessions):
             return None
         return RoleSignals(
             may_change=self._may_change(core),

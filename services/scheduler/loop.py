@@ -277,7 +277,13 @@ class SchedulerLoop:
             self._wake.set()
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Open a session, whose turns stay in the cache; see `Sessions.open`."""
+        """Open a session, whose turns stay in the cache; see `Sessions.open`.
+
+        Raises:
+            PandoError: it is refused, or this group is about to change its role, and its sessions would be lost.
+        """
+        if self.roles.is_changing:
+            raise UnavailableError("the scheduler is changing its role", retry_after_ms=1000)
         return self._sessions().open(wish)
 
     async def close_session(self, view: View, session: str) -> bool:

@@ -118,9 +118,13 @@ class Fleet:
         """Open a session at the group that gets all its requests.
 
         Raises:
-            PandoError: that group refuses it, or no group would serve now.
+            PandoError: that group refuses it, no group would serve now, or another one is about to become its group.
         """
-        return await self._home_of(wish.view, wish.session).open_session(wish)
+        key, home = session_key(wish.view, wish.session), self._home_of(wish.view, wish.session)
+        coming = [name for name, replica in self._replicas.items() if replica.will_generate]
+        if favourite(key, [home.name, *coming]) != home.name:
+            raise UnavailableError("the role of this session's scheduler is changing", retry_after_ms=1000)
+        return await home.open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
         """Close a session; return whether it was open.
@@ -303,6 +307,12 @@ class Replica:
     def role(self) -> GroupRole:
         """Role of the group, by its latest report."""
         return self._role
+
+    @property
+    def will_generate(self) -> bool:
+        """Whether it is about to change from a prefill group into one that serves requests."""
+        observed = self.observed
+        return observed is not None and observed.is_changing and self._role is GroupRole.PREFILL
 
     @property
     def observed(self) -> ObservedGroup | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.audit.log import NoAudit
+from common.errors import RequestFailedError
+from common.rpc.sessions import SessionsClient
 from common.settings.scheduler import AutomaticRoleSettings
 from common.types import GroupRole, RoleSignals, RoleWish, SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2
@@ -97,8 +99,6 @@ def test_an_operator_overrides_a_change_that_is_under_way() -> None:
     assert desk.roles.role is DECODE
 
 
-@pytest.mark.parametrize(("home", "again"), [(BOTH, BOTH), (DECODE, DECODE), (PREFILL, DECODE)])
-def test_a_group_that_generates_again_does_so_as_in_the_settings(home: GroupRole, again: GroupRole) -> None:
 @pytest.mark.parametrize("is_changing", [False, True])
 def test_an_operator_s_role_holds_for_the_interval_also_if_the_group_has_it_already(*, is_changing: bool) -> None:
     desk = Desk()
@@ -112,6 +112,8 @@ def test_an_operator_s_role_holds_for_the_interval_also_if_the_group_has_it_alre
     assert desk.wish(PREFILL)
 
 
+@pytest.mark.parametrize(("home", "again"), [(BOTH, BOTH), (DECODE, DECODE), (PREFILL, DECODE)])
+def test_a_group_that_generates_again_does_so_as_in_the_settings(home: GroupRole, again: GroupRole) -> None:
     desk = Desk(home)
     desk.roles.set(PREFILL)
     desk.now = 60.0
@@ -129,6 +131,16 @@ def test_a_fixed_role_reports_no_signals_and_follows_no_wish() -> None:
     desk = Desk(enabled=False)
     assert desk.roles.signals(desk.harness.core) is None
     assert not desk.wish(PREFILL)
+
+
+def test_a_group_of_a_fixed_role_reports_that_it_has_sessions_which_changes_of_others_could_move() -> None:
+    desk = Desk(enabled=False)
+    desk.harness = Harness(sessions=RULES)
+    view = View(Subject("tenant", "alice"))
+    desk.harness.core.sessions.open(SessionWish(view, "talk", None, None))
+    assert (desk.signals().may_change, desk.signals().has_sessions) == (False, True)
+    desk.harness.core.sessions.close(view, "talk")
+    assert desk.roles.signals(desk.harness.core) is None
 
 
 def test_a_group_with_open_sessions_stays_as_it_is() -> None:
@@ -185,8 +197,11 @@ async def test_a_wish_on_the_stream_drains_the_group_and_its_requests_go_on(pipe
     assert {(load.serves, load.role) for load in draining} == {(False, scheduler_pb2.SCHEDULER_ROLE_BOTH)}
     change = (await pipeline.state()).role_change
     assert (change.role, change.reason) == (scheduler_pb2.SCHEDULER_ROLE_PREFILL, "a test")
-    # A request that was on its way is served, too.
+    # A request that was on its way is served, too; a session would be lost.
     assert not (await pipeline.submit("late", max_tokens=4)).HasField("rejected")
+    sessions = SessionsClient(pipeline.channel)
+    with pytest.raises(RequestFailedError, match="changing its role"):
+        await sessions.open_session(SessionWish(View(Subject("tenant", "alice")), "talk", None, None))
     await pipeline.finished("running", "late")
     assert pipeline.detokenizer.output_of("running") == expected_output(PROMPT, len(PROMPT) + 12, (STOP_ID,))
     await until(lambda: pipeline.loads[-1].role == scheduler_pb2.SCHEDULER_ROLE_PREFILL)

@@ -481,7 +481,7 @@ class SchedulerLoad(_message.Message):
     """
     @_builtins.property
     def signals(self) -> Global___RoleSignals:
-        """Absent: the load does not change the role of this group."""
+        """Absent: the load does not change the role of this group, and it has no sessions."""
 
     def __init__(
         self,

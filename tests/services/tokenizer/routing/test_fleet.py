@@ -468,6 +468,31 @@ async def test_a_session_s_requests_go_where_it_is_open_however_much_that_group_
         assert not await fleet.close_session(users[0], "chat")
 
 
+async def test_no_session_opens_that_a_draining_prefill_group_would_take_over_once_it_generates(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    home, prefill = (group.scheduler for group in tier.groups)
+    home.load = scheduler_pb2.SchedulerLoad(serves=True)
+    role = scheduler_pb2.SCHEDULER_ROLE_PREFILL
+    prefill.load = scheduler_pb2.SchedulerLoad(serves=True, role=role)
+    users = [View(Subject("acme", f"user-{number}")) for number in range(48)]
+    async with tier.run(RoundRobin()) as fleet:
+        prefill.load = scheduler_pb2.SchedulerLoad(role=role, signals=scheduler_pb2.RoleSignals(is_changing=True))
+        await until(lambda: tier.serving(fleet) == 1)
+        refused = set()
+        for user in users:
+            try:
+                await fleet.open_session(SessionWish(user, "chat"))
+            except UnavailableError:
+                refused.add(user)
+        assert refused
+        assert len(home.sessions) == len(users) - len(refused)
+        prefill.load = scheduler_pb2.SchedulerLoad(serves=True, role=scheduler_pb2.SCHEDULER_ROLE_DECODE)
+        await until(lambda: tier.serving(fleet) == 2)
+        # Each session still has its home.
+        for user in users:
+            assert await fleet.close_session(user, "chat") == (user not in refused)
+
+
 async def test_without_groups_no_session_opens(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 1)
     async with tier.run(RoundRobin()) as fleet:
