@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from deploy.supervisor.layout import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,10 +69,8 @@ def share_gpus(rank: int, world_size: int) -> None:
 
 
 def free_address() -> str:
-    """Return host:port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """Return host:port on which nothing listens, none of those that the system gives to connections meanwhile."""
+    return f"127.0.0.1:{free_port('127.0.0.1')}"
 
 
 def _run(function: Callable[..., object], rank: int, world_size: int, *arguments: object) -> object:
