@@ -277,7 +277,7 @@ class SchedulerSettings(Section):
     prompts to prefill groups; this requires a host tier, where the pages arrive."""
     prefill_min_tokens: int = Field(default=512, ge=16)
     """Smallest number of prompt tokens missing in the cache for which a group asks a prefill group; fewer are computed
-    where they are decoded."""
+    where they are decoded, unless an image is missing."""
     automatic_role: AutomaticRoleSettings = AutomaticRoleSettings()
     workers: Addresses = ("127.0.0.1:50053",)
     """Addresses of the ranks that hold the model together, rank 0 first: by tensor parallelism, all with all layers, or

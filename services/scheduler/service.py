@@ -530,6 +530,8 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.retractions = core.memory.retractions
     state.preemptions = core.preemptions
     state.jumped_tokens = core.jumped_tokens
+    images = core.memory.images
+    state.encoded_images = images.encoded_images + images.encodings.encoded_images + images.encodings.failed_images
     state.leaked_pages = core.memory.leaked_pages
     state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
     windows = core.memory.account_windows(core.rows)

@@ -5,7 +5,8 @@ prompt tokens: gaps beside images that are longer than those beside texts are du
 
 Run as `python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-7b`, with
 `--set model.load_format=dummy` where there are no weights; a directory that has no tokenizer gets a made-up one. On a
-CPU, `deploy/evaluation/shapes/qwen2.5-vl-tiny` with `--size 224x224`.
+CPU, `deploy/evaluation/shapes/qwen2.5-vl-tiny` with `--size 224x224`. With `--roles prefill=1,decode=1`, images and
+prompts are computed in one group, and the streams go on in another.
 
 With `--url LABEL=URL`, once or more, servers are measured that run already, such as one of vLLM; they take turns at
 each part. Each must serve the model under its directory's name; `--write-model` writes files that all can read:
@@ -99,6 +100,9 @@ def main() -> int:
         help="a running server with OpenAI's API, in place of a deployment; repeat it to measure several in turns",
     )  # fmt: skip
     parser.add_argument("--encoders", type=int, default=0, help="workers that only encode images (%(default)s)")
+    parser.add_argument(
+        "--roles", help="groups of the deployment, as `pando up --roles` takes them: prefill=1,decode=1"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
     parser.add_argument("--write-model", type=Path, metavar="DIRECTORY", help="only write the files that are served")
@@ -113,8 +117,9 @@ def main() -> int:
         save_shape(json.loads((arguments.model / "config.json").read_text(encoding="utf-8")), arguments.write_model)
         return 0
     if arguments.url:
-        if arguments.encoders or arguments.config or arguments.overrides:
-            parser.error("--encoders, --config and --set are of a deployment that is started here: leave out --url")
+        if arguments.encoders or arguments.roles or arguments.config or arguments.overrides:
+            of_launched = "--encoders, --roles, --config and --set"
+            parser.error(f"{of_launched} are of a deployment that is started here: leave out --url")
         return measure_running(arguments, deadline)
     return measure_launched(arguments, deadline)
 
@@ -148,12 +153,13 @@ def failures(measurement: Coroutine[Any, Any, None]) -> bool:
 def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
     """Start a deployment and measure it; return the exit status."""
     encoders = f"encoders: {arguments.encoders}" if arguments.encoders else None
-    label = ", ".join(filter(None, (encoders, arguments.label))) or None
+    roles = f"roles: {arguments.roles}" if arguments.roles else None
+    label = ", ".join(filter(None, (roles, encoders, arguments.label))) or None
     with TemporaryDirectory(prefix="pando-images-") as folder:
         directory = served_directory(arguments.model, Path(folder))
         settings = (f"model.reference={directory}", f"model.served_name={arguments.model.name}", "model.images=on")
         deployment = LaunchedDeployment(
-            arguments.config, arguments.overrides, settings, encoders=arguments.encoders,
+            arguments.config, arguments.overrides, settings, roles=arguments.roles, encoders=arguments.encoders,
             start_timeout_s=deadline.left_s,
         )  # fmt: skip
         began_at, failed = time.monotonic(), False

@@ -28,9 +28,6 @@ class DeviceMemory(Protocol):
     def available_pages(self) -> int:
         """Pages that an allocation could get now."""
 
-    def matchable_ids(self, sequence: Sequence) -> TokenIds:
-        """Return a sequence's ids that may be matched."""
-
     def try_allocate(self, count: int) -> PageIds | None:
         """Allocate pages, evicting as many as needed; None if even eviction does not free enough."""
 
@@ -62,7 +59,8 @@ class DevicePlace:
             return False
         lock = memory.cache.commit(
             self._sequence.request.view,
-            memory.matchable_ids(self._sequence),
+            # Also where that ends within an image: the pages that follow are of the same one.
+            self._prompt[: first * memory.cache.page_size + 1],
             repeated=True,
             may_promote=options.cache_mode is not CacheMode.PRIVATE,
             priority=options.priority,

@@ -1,4 +1,4 @@
-"""Prefixes that stay in memory because other groups read their pages."""
+"""Pages that stay in memory because other groups read them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from common.steps import PageIds
     from common.types import TokenIds, View
     from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.memory import KvMemory
@@ -26,7 +27,7 @@ class Exports:
         self._pins: dict[bytes, list[PrefixLock]] = defaultdict(list)
 
     def __len__(self) -> int:
-        """Return the number of leases with pins."""
+        """Return the number of leases with pins or pages."""
         return len(self._pins)
 
     def pin(
@@ -38,10 +39,16 @@ class Exports:
             self._pins[lease].append(pin)
         return pin
 
+    def keep(self, lease: bytes, pages: PageIds) -> None:
+        """Hold pages that are not in the cache, once for a lease, and that a row has now."""
+        self._pins.setdefault(lease, [])
+        self._memory.hold(lease, pages)
+
     def release(self, lease: bytes) -> None:
-        """Release a lease's pins, if it has any."""
+        """Release a lease's pins and pages, if it has any."""
         for pin in self._pins.pop(lease, ()):
             self._memory.unpin(pin)
+        self._memory.let_go(lease)
 
     def lose_all(self) -> None:
         """Drop all pins because their memory is gone."""

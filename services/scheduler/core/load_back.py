@@ -123,22 +123,45 @@ class LoadBack:
     def await_peer(self, sequence: Sequence, min_tokens: int) -> PeerFetch | None:
         """Let a waiting sequence wait for pages of a peer, if its view lacks at least `min_tokens` that can come so.
 
-        It waits until the fetch is done, whose owner must see to that. None if computing is faster.
+        It waits until the fetch is done, whose owner must see to that. None if computing is faster. Images that the
+        view lacks are always left to the peer, as all rows would wait for the encoder here.
         """
         if sequence.request.options.cache_mode is CacheMode.NONE:
             return None
-        if not self._may_ask_peer(sequence.arrived_at):
-            return None
         request, options = sequence.request, sequence.request.options
+        lacks_images = self._lacks_images(sequence)
+        if lacks_images:
+            min_tokens = 1
+        elif len(sequence.token_ids) < min_tokens or not self._may_ask_peer(sequence.arrived_at):
+            return None
         use = PromptUse(options.cache_mode is not CacheMode.PRIVATE, options.session)
         # Not what has been generated before a resume, which is no evidence.
         prompt = sequence.key_of(request.token_ids)
-        sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, self._place_for(sequence, prompt))
+        place = self._place_for(sequence, prompt)
+        has_tail = lacks_images and sequence.has_image_tail(self._page_size)
+        sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, place, has_tail=has_tail)
         if sequence.remote is not None:
             self._remote[sequence.handle] = sequence
             self._asked_peer_at, self._skipped_peers = sequence.arrived_at, 0
             sequence.waits_for = Wait.LOAD
         return sequence.remote
+
+    def has_tail(self, sequence: Sequence, matched: int) -> bool:
+        """Return whether the page after the first `matched` tokens has come from a peer; see `take_tail`."""
+        fetch = sequence.remote
+        return fetch is not None and matched == fetch.whole * self._page_size and self.host.peers.has_tail(fetch)
+
+    def take_tail(self, sequence: Sequence) -> PageIds:
+        """Return that page, [1] int32, with a reference that is the caller's now."""
+        assert sequence.remote is not None, "it has a tail"
+        return self.host.peers.take_tail(sequence.remote)
+
+    def _lacks_images(self, sequence: Sequence) -> bool:
+        """Return whether an image of a sequence, or its end, is cached neither on the device nor on the host."""
+        if not sequence.image_spans:
+            return False
+        match = self.host.find(sequence.request.view, sequence.cacheable_ids)
+        return sequence.image_spans[-1][1] > match.device_tokens + match.host_tokens
 
     def _may_ask_peer(self, now: float) -> bool:
         """Whether a prompt is left to another group: where that pays, and now and then to measure it again."""

@@ -79,6 +79,8 @@ class KvMemory:
         self._pins: dict[LockId, PrefixLock] = {}
         # Snapshots from which the sessions' next turns will continue.
         self._pinned_states: dict[LockId, SnapshotEntry] = {}
+        # Pages beside the cache that other groups read, by lease.
+        self._held: dict[bytes, PageIds] = {}
 
     @property
     def available_pages(self) -> int:
@@ -114,16 +116,22 @@ class KvMemory:
     def matchable_ids(self, sequence: Sequence) -> TokenIds:
         """Return a sequence's ids that may be matched: a match ends before an image or after it.
 
-        Only all ids of an image together are long enough that no other image has them.
+        Only all ids of an image together are long enough that no other image has them. Where another group has computed
+        the image for this sequence up to the prompt's end, a match may end where that page begins.
         """
         ids = sequence.cacheable_ids
         while sequence.image_spans:
-            first = sequence.image_at(self._peek(sequence.request.view, ids))
-            if first is None:
+            matched = self._peek(sequence.request.view, ids)
+            first = sequence.image_at(matched)
+            if first is None or self._has_tail(sequence, matched):
                 break
             # The last of the ids is never matched.
             ids = ids[: first + 1]
         return ids
+
+    def _has_tail(self, sequence: Sequence, matched: int) -> bool:
+        """Return whether the page after `matched` tokens has come from the group that has computed the prompt."""
+        return self.loads is not None and self.loads.has_tail(sequence, matched)
 
     def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
         """Return whether a waiting sequence must wait for pages from the host; start to load them if that pays."""
@@ -141,8 +149,9 @@ class KvMemory:
         encodings = self.images.encodings
         if sequence.request.options.cache_mode is CacheMode.NONE or not encodings.has_more(sequence):
             return 0
-        scope = self.cache.view_of(sequence.request.view)
-        return 0 if scope is None else encodings.begin(sequence, self.match(sequence), scope)
+        scope, matched = self.cache.view_of(sequence.request.view), self.match(sequence)
+        known = sequence.prompt_tokens if self._has_tail(sequence, matched) else matched
+        return 0 if scope is None else encodings.begin(sequence, known, scope)
 
     def may_load(self, sequence: Sequence) -> bool:
         """Return whether a part of a waiting sequence's prefix is in a lower tier, or may come from there."""
@@ -171,16 +180,20 @@ class KvMemory:
         """Lock the cached prefix if pages for the other tokens and `spare_pages` fit; else change nothing."""
         pages = self.pages_of(len(sequence.token_ids))
         spare_pages = spare_pages if self._has_pages else 0
-        if not self._fits(pages - self.match(sequence) // self.cache.page_size, spare_pages):
+        matched = self.match(sequence)
+        if not self._fits(pages - matched // self.cache.page_size - self._has_tail(sequence, matched), spare_pages):
             return None
         lock = self._commit(sequence)
         if self.windows is not None:
             self.windows.enter(lock)
         # Only after the lock is it known how much of the prefix counted as evictable before.
-        if not self._fits(pages - len(lock.pages), spare_pages):
+        has_tail = self._has_tail(sequence, lock.matched_tokens)
+        if not self._fits(pages - len(lock.pages) - has_tail, spare_pages):
             self._give_up(lock)
             return None
         sequence.lock = lock
+        if has_tail and self.loads is not None:
+            sequence.tail = self.loads.take_tail(sequence)
         self.end_prefetch(sequence)
         return lock
 
@@ -249,7 +262,7 @@ class KvMemory:
         assert sequence.lock is not None
         is_cached = sequence.request.options.cache_mode is not CacheMode.NONE
         scope = self.cache.view_of(sequence.request.view) if is_cached else None
-        return self.images.begin(sequence, sequence.lock.matched_tokens, scope)
+        return self.images.begin(sequence, sequence.start_tokens, scope)
 
     def slide_windows(self, rows: RowSlots) -> None:
         """Release window pages that have left the rows' windows; called before each plan."""
@@ -335,10 +348,20 @@ class KvMemory:
             self.states.pool.unpin(entry)
         self._give_up(lock)
 
+    def hold(self, name: bytes, pages: PageIds) -> None:
+        """Hold a reference on each of some pages that a row has, until `let_go`."""
+        assert name not in self._held, "pages are held once under a name"
+        self.allocator.retain(pages)
+        self._held[name] = pages.copy()
+
+    def let_go(self, name: bytes) -> None:
+        """Release the references that are held under a name, if there are any."""
+        self.allocator.release(self._held.pop(name, NO_PAGES))
+
     @property
     def pinned_pages(self) -> int:
-        """Number of page references held by all pins."""
-        return sum(len(lock.pages) for lock in self._pins.values())
+        """Number of page references held by all pins, and for other groups."""
+        return sum(len(lock.pages) for lock in self._pins.values()) + sum(map(len, self._held.values()))
 
     def account(self, rows: RowSlots) -> Accounting:
         """Account for the device's pages in O(rows)."""
@@ -395,6 +418,7 @@ class KvMemory:
             if sequence.row is not None
         }
         tables |= {f"session lock {number}": lock.pages for number, lock in self._pins.items()}
+        tables |= {f"lease {name.hex()}": pages for name, pages in self._held.items()}
         return audit(self.allocator, self.cache, tables | self._moving_tables())
 
     def _moving_tables(self) -> dict[str, PageIds]:

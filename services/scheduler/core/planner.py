@@ -491,7 +491,7 @@ class Planner:
 
     def _open(self, sequence: Sequence, lock: PrefixLock, now: float) -> RowOpen:
         self._queue.remove(sequence)
-        row = self._rows.open(sequence, self.next_step, lock.pages, lock.matched_tokens)
+        row = self._rows.open(sequence, self.next_step, sequence.start_pages, sequence.start_tokens)
         sequence.phase = SequencePhase.PREFILL
         sequence.loads = 0
         self.suspects.start(sequence)
@@ -504,6 +504,12 @@ class Planner:
             sequence.cached_tokens = min(found_tokens, sequence.prompt_tokens)
             sequence.cached = cached_parts(sequence, lock, sequence.cached_tokens)
             self._billing.start(sequence, found_tokens)
+        opened = self._row_open(sequence, row)
+        sequence.tail = None
+        return opened
+
+    def _row_open(self, sequence: Sequence, row: RowSlot) -> RowOpen:
+        """Return the message by which the workers learn of a row that was opened for a sequence."""
         request, adapter = sequence.request, sequence.adapter
         stop = request.options.stop
         stop_ids = stop.stop_token_ids
@@ -517,8 +523,8 @@ class Planner:
             request_id=request.request_id,
             token_ids=sequence.token_ids,
             prompt_tokens=sequence.prompt_tokens,
-            computed_tokens=lock.matched_tokens,
-            pages=lock.pages,
+            computed_tokens=sequence.start_tokens,
+            pages=sequence.start_pages,
             window_pages=self._memory.begin_window(sequence, self._rows),
             snapshot=self._memory.begin_states(sequence),
             sampling=sequence.sampling,
@@ -537,13 +543,16 @@ class Planner:
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:
         """Free pages if no sequence can make progress otherwise; return whether anything was freed.
 
-        First, prompts that arrive from other groups give up their pages. Then, if several partly prefilled sequences
+        First, prompts that arrive from other groups give up their pages, then those that have arrived the pages beside
+        the cache. Then, if several partly prefilled sequences
         hold all pages, one of them is retracted. If only one sequence runs, or none runs while one waits, a session's
         pin is released instead.
         """
         stuck = [sequence for sequence in prefilling if self._lacks_pages(sequence)]
         is_empty = self._refused is not None and not self._rows.running
         if (stuck or is_empty) and self._reservations.take(self.preemption.reserved_victims()):
+            return True
+        if (stuck or is_empty) and self._reservations.drop_tails():
             return True
         if len(stuck) > 1:
             self._retract(self.preemption.victim(stuck))

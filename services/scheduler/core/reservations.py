@@ -57,6 +57,11 @@ class Reservations:
         """The waiting sequences that have such pages, by arrival."""
         return [] if self._memory.loads is None else self._memory.loads.reserved
 
+    def drop_tails(self) -> bool:
+        """Take back the last pages of prompts that have arrived; their images are encoded here. False: none has any."""
+        loads = self._memory.loads
+        return loads is not None and loads.host.peers.drop_tails()
+
     def take(self, sequences: Iterable[Sequence]) -> bool:
         """Take back the pages of the first of `sequences`; return false if there are none to take now.
 

@@ -197,6 +197,8 @@ class ResultHandler:
                 sequence.is_prefilled = True
                 sequence.phase = SequencePhase.DECODE
                 self._milestones.note(MilestoneKind.PREFILLED, sequence)
+                if sequence.follower is not None:
+                    sequence.follower.on_prefilled(sequence, self._rows.page_table(chunk.row))
 
     def _finish_stopped(
         self, stop: RowStop, embedding: bytes | None, finish: Callable[[Sequence, Finish], None]

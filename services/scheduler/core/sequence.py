@@ -15,6 +15,7 @@ from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
     from common.deltas import CachedPart
+    from common.steps import PageIds
     from common.transfers import TransferId
     from common.types import Finish, RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
     from services.scheduler.cache.tiers.peer_reads import PeerFetch
@@ -48,6 +49,9 @@ class PrefillFollower(Protocol):
 
     def on_computed(self) -> None:
         """More of the prompt has been computed, and is in the cache."""
+
+    def on_prefilled(self, sequence: Sequence, pages: PageIds) -> None:
+        """All of the prompt has been computed, in these pages, which the sequence's row has until it ends."""
 
     def on_ended(self, finish: Finish | None) -> None:
         """The sequence has ended; None: without output."""
@@ -118,6 +122,8 @@ class Sequence:
     fetch: Fetch | None = None
     # Its pages at another group that computes its prompt, if one does; it waits for them.
     remote: PeerFetch | None = None
+    # The page after its lock's that the other group has computed up to the prompt's last token; a row starts with it.
+    tail: PageIds | None = None
     # Follows its progress in place of a detokenizer, if it is computed for another group.
     follower: PrefillFollower | None = None
     # The open session that it is a turn of.
@@ -159,6 +165,26 @@ class Sequence:
     def image_at(self, tokens: int) -> int | None:
         """Return where the image begins that a prefix of so many tokens would cut in two; None: it would cut none."""
         return next((first for first, end in self.image_spans if first < tokens < end), None)
+
+    def has_image_tail(self, page_size: int) -> bool:
+        """Return whether the last image ends on the page after the prompt's last whole one, and before its last token.
+
+        Whole pages alone would cut this image in two, so it would be encoded again for its end.
+        """
+        last = self.prompt_tokens - 1
+        return bool(self.image_spans) and last - last % page_size < self.image_spans[-1][1] <= last
+
+    @property
+    def start_pages(self) -> PageIds:
+        """The pages that its row starts with: those of its lock, and its tail."""
+        assert self.lock is not None, "it is admitted"
+        return self.lock.pages if self.tail is None else np.concatenate([self.lock.pages, self.tail])
+
+    @property
+    def start_tokens(self) -> int:
+        """The tokens whose KV is in these pages."""
+        assert self.lock is not None, "it is admitted"
+        return self.lock.matched_tokens if self.tail is None else self.prompt_tokens - 1
 
     @property
     def pixel_bytes(self) -> int:

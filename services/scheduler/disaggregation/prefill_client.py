@@ -47,7 +47,7 @@ class PrefillClient:
         min_tokens: int,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Ask for prompts of which at least `min_tokens` tokens are missing.
+        """Ask for prompts of which at least `min_tokens` tokens are missing, or an image.
 
         `connect` opens a channel by address and the name in its certificate; an empty name: the address's host.
         """
@@ -62,13 +62,11 @@ class PrefillClient:
         self._log = get_logger("prefill")
 
     def consider(self, core: SchedulerCore, sequence: Sequence) -> None:
-        """Have a new request's prompt computed elsewhere if a group is named for that and it is long enough."""
+        """Have a new request's prompt computed elsewhere if a group is named for that, and it is long or has images."""
         request, loads = sequence.request, core.memory.loads
         options = request.options
         is_plain = options.pooling is None and options.prompt_logprobs is None
         if not request.prefill_group or not is_plain or loads is None or core.memory.windows or core.memory.states:
-            return
-        if len(sequence.token_ids) < self._min_tokens:
             return
         fetch = loads.await_peer(sequence, self._min_tokens)
         if fetch is None:

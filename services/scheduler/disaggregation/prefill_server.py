@@ -16,8 +16,10 @@ from services.scheduler import metrics
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from common.steps import PageIds
     from common.types import Finish, ScheduleRequest
     from services.scheduler.core.core import SchedulerCore
+    from services.scheduler.core.sequence import Sequence as EngineSequence
     from services.scheduler.group import WorkerGroup
     from services.scheduler.loop import SchedulerLoop
     from services.scheduler.rank import RankConnection
@@ -46,14 +48,25 @@ class PrefillPart:
 
 @dataclass(slots=True)
 class _Progress:
-    """Follows a sequence; see `PrefillFollower`."""
+    """Follows a sequence, whose pages are lent under the lease `name`; see `PrefillFollower`."""
 
+    core: SchedulerCore
+    name: bytes
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
     finish: Finish | None = None
+    # The page that the prompt does not fill, if an image ends there: the lease holds it, as the cache has whole pages.
+    tail: tuple[int, ...] = ()
 
     def on_computed(self) -> None:
         self.changed.set()
+
+    def on_prefilled(self, sequence: EngineSequence, pages: PageIds) -> None:
+        page_size = self.core.memory.cache.page_size
+        if sequence.has_image_tail(page_size) and not self.tail:
+            tail = pages[(sequence.prompt_tokens - 1) // page_size :][:1]
+            self.core.exports.keep(self.name, tail)
+            self.tail = tuple(tail.tolist())
 
     def on_ended(self, finish: Finish | None) -> None:
         self.has_ended, self.finish = True, finish
@@ -83,13 +96,13 @@ class PrefillServer:
         capacity, core = self._loop.capacity, self._loop.core
         if core is None or capacity is None:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
-        progress = _Progress()
-        own = _prompt_only(request)
+        name = secrets.token_bytes(LEASE_BYTES)
+        progress, own = _Progress(core, name), _prompt_only(request)
         admission = self._loop.submit_prefill(own, progress)
         if admission.rejected is not None:
             raise RequestFailedError(admission.rejected)
         self.prefills += 1
-        lease = _Lease(core, own, secrets.token_bytes(LEASE_BYTES), self._group.ranks)
+        lease = _Lease(core, own, name, self._group.ranks)
         self.open_leases += 1
         metrics.PREFILL_LEASES.set(self.open_leases)
         part = PrefillPart(capacity.fingerprint, capacity.kv_identity, self._workers, lease.name, (), 0, is_last=False)
@@ -104,7 +117,8 @@ class PrefillServer:
                 yield replace(part, pages=pages, cached_tokens=lease.cached_tokens, is_last=False)
             if progress.finish is None or progress.finish.error is not None:
                 raise UnavailableError("the prompt was not computed here")
-            yield replace(part, pages=await lease.extend(), cached_tokens=lease.cached_tokens, is_last=True)
+            pages = (*await lease.extend(), *await lease.add(progress.tail))
+            yield replace(part, pages=pages, cached_tokens=lease.cached_tokens, is_last=True)
             await asyncio.sleep(LEASE_S)
             self._log.warning("prefill.lease_expired", request_id=request.request_id)
         finally:
@@ -156,13 +170,25 @@ class _Lease:
         options = self.request.options
         pin = self.core.exports.pin(self.name, self.request.view, ids, options.priority, options.session)
         new = () if pin is None else tuple(pin.pages[self._pages :].tolist())
+        self._pages += len(new)
+        return await self._grant(new)
+
+    async def add(self, tail: tuple[int, ...]) -> tuple[int, ...]:
+        """Let the page be read that follows all whole ones of the prompt, if these are; return it, or nothing.
+
+        Raises:
+            UnavailableError: a worker was lost, and the page with it.
+        """
+        whole = (len(self.request.token_ids) - 1) // self.core.memory.cache.page_size
+        return await self._grant(tail) if self._pages == whole else ()
+
+    async def _grant(self, new: tuple[int, ...]) -> tuple[int, ...]:
         if new:
             self._has_granted = True
             try:
                 await asyncio.gather(*(rank.grant_pages(self.name, new) for rank in self._ranks))
             except PandoError as error:
                 raise UnavailableError("a worker was lost", retry_after_ms=1000) from error
-            self._pages += len(new)
         return new
 
     async def revoke(self, current: Callable[[], Sequence[RankConnection]]) -> None:

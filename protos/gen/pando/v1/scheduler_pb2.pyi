@@ -848,6 +848,7 @@ class GetStateResponse(_message.Message):
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     ROLE_CHANGE_FIELD_NUMBER: _builtins.int
+    ENCODED_IMAGES_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for a row, and rows in prefill or decode."""
     running_rows: _builtins.int
@@ -878,6 +879,8 @@ class GetStateResponse(_message.Message):
     wakes_on_request: _builtins.bool
     """Whether a request wakes them."""
     role: Global___SchedulerRole.ValueType
+    encoded_images: _builtins.int
+    """Images since start that the group's workers or its encoders were to encode; again if that failed."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
@@ -942,10 +945,11 @@ class GetStateResponse(_message.Message):
         disaggregation: Global___DisaggregationState | None = ...,
         ranks: _abc.Iterable[Global___RankState] | None = ...,
         role_change: Global___RoleWish | None = ...,
+        encoded_images: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_role_change", b"_role_change", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "host_tier", b"host_tier", "role_change", b"role_change", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_role_change", b"_role_change", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "ranks", b"ranks", "requests", b"requests", "retractions", b"retractions", "role", b"role", "role_change", b"role_change", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_role_change", b"_role_change", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "encoded_images", b"encoded_images", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "ranks", b"ranks", "requests", b"requests", "retractions", b"retractions", "role", b"role", "role_change", b"role_change", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disaggregation: _TypeAlias = _typing.Literal["disaggregation"]  # noqa: Y015
     _WhichOneofArgType__disaggregation: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation"]  # noqa: Y015

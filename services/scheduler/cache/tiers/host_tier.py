@@ -103,18 +103,26 @@ class HostTier:
         return started
 
     def await_peer(
-        self, view: View, token_ids: TokenIds, min_tokens: int, use: PromptUse, place: ArrivalPlace | None = None
+        self,
+        view: View,
+        token_ids: TokenIds,
+        min_tokens: int,
+        use: PromptUse,
+        place: ArrivalPlace | None = None,
+        *,
+        has_tail: bool = False,
     ) -> PeerFetch | None:
         """Prepare to fetch a prompt's missing pages from a peer, if these have at least `min_tokens` tokens.
 
-        They arrive in `place`, if that has room for all of them, or else on the host.
+        They arrive in `place`, if that has room for all of them, or else on the host. `has_tail`: if they arrive in
+        `place`, the page that the prompt does not fill is fetched, too.
 
         None also if they cannot be attached to the view, or if the tier's operations are recorded, as transfers from
         peers are not.
         """
         if self.observer is not None:
             return None
-        return self.peers.begin(self._view_of(view), token_ids, min_tokens, use, place)
+        return self.peers.begin(self._view_of(view), token_ids, min_tokens, use, place, has_tail=has_tail)
 
     def find(self, view: View, token_ids: TokenIds) -> HostMatch:
         """Return the lengths of a request's prefix cached in its view on the device, and beyond it on the host.

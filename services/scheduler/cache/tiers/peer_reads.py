@@ -65,16 +65,19 @@ class ArrivalPlace(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PeerFetch:
-    """One request's pages at a peer: `offered` are all whole pages of its prompt that the peer has computed so far.
+    """One request's pages at a peer: `offered` are all pages of its prompt that the peer has computed so far.
 
     The view `scope` has the first `position` pages; of the offered ones, the first `requested` are read, in transfer or
-    have come from storage.
+    have come from storage. With a tail, the last one is the page that the prompt does not fill. It belongs to the
+    request alone, and only arrives on the device.
     """
 
     scope: Scope
     key: PagedKey
     page_size: int
-    # Whole pages of the prompt that may be fetched, and those that the view had at the beginning or got from storage.
+    # Whole pages of the prompt.
+    whole: int
+    # Pages that may be fetched, and those that the view had at the beginning or got from storage.
     end: int
     first: int
     position: int
@@ -95,6 +98,8 @@ class PeerFetch:
     is_transferring: bool = False
     # Pages of the peer have arrived.
     has_read: bool = False
+    # Its request has started, or has ended.
+    is_given_up: bool = False
     # It was stopped before all of its pages had arrived.
     is_cut: bool = False
     # Seconds in which its pages were in transfer, one transfer after the other.
@@ -197,6 +202,12 @@ class PeerFetch:
         if self.place is not None:
             self.place.close()
             self.place = None
+        self.leave_tail()
+
+    def leave_tail(self) -> None:
+        """Do not fetch the tail, which has not arrived."""
+        self.end = min(self.end, self.whole)
+        self.requested = min(self.requested, self.end)
 
     def stop(self) -> None:
         """Request nothing more; a transfer in progress continues."""
@@ -211,7 +222,7 @@ class PeerReads:
     They arrive on the device, where a request starts with them at once, if its owner opens a place for them when the
     first ones are offered, and until it takes that back; else in new nodes on the host. They are evidence, and
     belong to a session, as if they had been computed here. Storage is looked up at the same time; pages that it had are
-    not requested from the peer.
+    not requested from the peer. Tails are kept beside the cache until their requests start or end.
     """
 
     def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, note: Callable[[Node], None]) -> None:
@@ -223,11 +234,14 @@ class PeerReads:
         self._ledger = ledger
         self._fetches: dict[PeerFetch, None] = {}
         self._open: dict[OpenTransfer, PeerFetch] = {}
+        # Pages with a reference each.
+        self._tails: dict[PeerFetch, PageIds] = {}
 
     def tables(self) -> dict[str, PageIds]:
         """Return the device pages of prompts that arrive there, by a readable name."""
         places = (fetch.place for fetch in self._fetches if fetch.place is not None)
-        return {f"arrivals {number}": place.table for number, place in enumerate(places)}
+        tables = {f"arrivals {number}": place.table for number, place in enumerate(places)}
+        return tables | {f"tail {number}": page for number, page in enumerate(self._tails.values())}
 
     @property
     def is_reading(self) -> bool:
@@ -250,28 +264,54 @@ class PeerReads:
         return any(fetch.wants_place for fetch in self._fetches)
 
     def begin(
-        self, viewer: Account, token_ids: TokenIds, min_tokens: int, use: PromptUse, place: ArrivalPlace | None = None
+        self,
+        viewer: Account,
+        token_ids: TokenIds,
+        min_tokens: int,
+        use: PromptUse,
+        place: ArrivalPlace | None = None,
+        *,
+        has_tail: bool = False,
     ) -> PeerFetch | None:
-        """Return an empty fetch for a prompt's whole pages that its view lacks, with at least `min_tokens` tokens.
+        """Return an empty fetch for a prompt's pages that its view lacks, with at least `min_tokens` tokens.
 
-        None if there are fewer, or if they could neither arrive in `place` nor be attached on the host.
+        They are the whole ones, and with `has_tail` and a place the one after them. None if there are fewer, or if they
+        could neither arrive in `place` nor be attached on the host.
         """
         tree = self._store.tree
-        key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
-        match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
+        key, whole = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
+        match = tree.match(tree.root, viewer, key, 0, whole, Reach.HOST)
+        end = whole + (has_tail and place is not None)
         if (end - match.pages) * tree.page_size < max(min_tokens, 1):
             return None
         if place is None and not can_grow(match.partial or match.node):
             return None
         first = match.pages
-        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, first, first, first, min_tokens, use, place)
+        fetch = PeerFetch(viewer.scope, key, tree.page_size, whole, end, first, first, first, min_tokens, use, place)
         self._fetches[fetch] = None
         return fetch
 
     def give_up(self, fetch: PeerFetch) -> None:
-        """Stop requesting pages; those in transfer are kept when they arrive."""
+        """Stop requesting pages; those in transfer are kept when they arrive, and a tail is not."""
         fetch.stop()
+        fetch.is_given_up = True
+        self._release_tail(fetch)
         self._forget_if_done(fetch)
+
+    def has_tail(self, fetch: PeerFetch) -> bool:
+        """Return whether a fetch's tail has arrived, and is kept."""
+        return fetch in self._tails
+
+    def take_tail(self, fetch: PeerFetch) -> PageIds:
+        """Return a fetch's tail, [1] int32, whose reference is the caller's now."""
+        return self._tails.pop(fetch)
+
+    def drop_tails(self) -> bool:
+        """Release the tails of all requests that have not started; return whether there were any."""
+        fetches = list(self._tails)
+        for fetch in fetches:
+            self._release_tail(fetch)
+        return bool(fetches)
 
     def open_place(self, fetch: PeerFetch, spare_pages: int) -> bool:
         """Let pages arrive on the device, if that leaves `spare_pages` pages there; return whether they will."""
@@ -299,7 +339,7 @@ class PeerReads:
         kept = 0
         if ack.done_pages:
             if fetch.place is not None:
-                kept = fetch.place.attach(fetch.position + ack.done_pages)
+                kept = self._attach_in_place(fetch, fetch.place, fetch.position + ack.done_pages)
             else:
                 pages = opened.transfer.host_pages[: ack.done_pages]
                 mark = partial(self._mark, fetch.use)
@@ -326,6 +366,7 @@ class PeerReads:
             if fetch.holds_place:
                 fetch.stop()
                 self._forget_if_done(fetch)
+        self.drop_tails()
 
     def forget_all(self) -> None:
         """Start over: the transfers are cancelled."""
@@ -334,6 +375,21 @@ class PeerReads:
             fetch.stop()
             self._forget_if_done(fetch)
         self._open.clear()
+        self.drop_tails()
+
+    def _attach_in_place(self, fetch: PeerFetch, place: ArrivalPlace, end: int) -> int:
+        """Attach the pages before `end` that have arrived on the device, and keep a tail; return their number."""
+        kept = place.attach(min(end, fetch.whole)) if fetch.position < fetch.whole else 0
+        if end > fetch.whole and fetch.position + kept == fetch.whole and not fetch.is_given_up:
+            tail = place.pages(fetch.whole, end)
+            self._store.allocator.retain(tail)
+            self._tails[fetch] = tail
+            kept += len(tail)
+        return kept
+
+    def _release_tail(self, fetch: PeerFetch) -> None:
+        if fetch in self._tails:
+            self._store.allocator.release(self._tails.pop(fetch))
 
     def _mark(self, use: PromptUse, node: Node) -> None:
         node.no_promote = not use.may_promote
@@ -356,7 +412,7 @@ class PeerReads:
         if fetch.holds_place:
             return
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
-        present = tree.match(tree.root, viewer, fetch.key, 0, fetch.end, Reach.HOST).pages
+        present = tree.match(tree.root, viewer, fetch.key, 0, min(fetch.end, fetch.whole), Reach.HOST).pages
         has_begun = fetch.position > fetch.first or len(fetch.offered) > present
         if fetch.position <= fetch.first:
             fetch.first = max(fetch.first, present)
@@ -370,10 +426,13 @@ class PeerReads:
 
     def _ask(self, fetch: PeerFetch) -> Transfer | None:
         """Request the offered pages; None, and nothing more is requested, if there is no room for them."""
-        wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
-        peer = PeerPages(fetch.workers, fetch.lease, wanted)
         if not fetch.holds_place:
             fetch.place = None
+            fetch.leave_tail()
+            if not fetch.is_due:
+                return None
+        wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
+        peer = PeerPages(fetch.workers, fetch.lease, wanted)
         if fetch.place is not None:
             pages = fetch.place.pages(fetch.requested, fetch.requested + len(wanted))
             self._store.allocator.retain(pages)
