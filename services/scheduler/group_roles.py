@@ -149,6 +149,6 @@ def _waited_s(core: SchedulerCore, now: float) -> float:
 def _fullness(core: SchedulerCore) -> float:
     """Return the share of rows that run, or that of pages that they hold, whichever is larger."""
     capacity = core.memory.allocator.capacity
-    held = 1 - core.memory.room / capacity if capacity else 0.0
+    held = 1 - core.memory.room_for_requests / capacity if capacity else 0.0
     used = max(core.rows.running / core.rows.max_rows, held)
     return round(used * FULLNESS_PARTS) / FULLNESS_PARTS

@@ -29,7 +29,7 @@ def free_tokens(memory: KvMemory, rows: RowSlots, waiting: ClassQueues) -> int:
     reserved = 0
     if memory.loads is not None:
         reserved = sum(each.remote.held_pages for each in memory.loads.reserved if each.remote is not None)
-    free = (memory.room + reserved) * page_size - _growth(rows) - waiting.expected_tokens
+    free = (memory.room_for_requests + reserved) * page_size - _growth(rows) - waiting.expected_tokens
     return max(0, free // part) * part
 
 

@@ -95,6 +95,17 @@ class KvMemory:
         return min(self.available_pages, self.windows.pool.available_pages)
 
     @property
+    def room_for_requests(self) -> int:
+        """Pages for further requests; with a sliding-window pool, no larger share of all than are free of that pool.
+
+        It is not `room`: a long request needs few of its window pages at a time.
+        """
+        if self.windows is None:
+            return self.available_pages
+        pool = self.windows.pool
+        return min(self.available_pages, pool.available_pages * self.allocator.capacity // pool.capacity)
+
+    @property
     def has_changes(self) -> bool:
         """Whether the workers keep outputs of the vision encoder that they have to drop."""
         return self.images.outputs.has_dropped

@@ -176,6 +176,17 @@ def test_pages_that_rows_hold_count_and_those_of_the_cache_do_not() -> None:
     assert desk.signals().fullness == 0.0
 
 
+def test_a_smaller_pool_for_windows_makes_no_idle_group_full() -> None:
+    desk = Desk()
+    desk.harness = Harness(max_rows=64, pages=64, window=16, window_pool=16)
+    assert desk.signals().fullness == 0.0
+    desk.submit("a", length=32, max_tokens=40)
+    desk.harness.plan()
+    windows = desk.harness.core.memory.windows
+    assert windows is not None
+    assert desk.signals().fullness == 1 - windows.pool.available_pages / 16 > 1 / 64
+
+
 @pytest.fixture
 async def pipeline(tmp_path: Path) -> AsyncIterator[Pipeline]:
     rules = {"enabled": True, "interval_s": 3600, "drain_s": 3600}

@@ -92,5 +92,23 @@ def test_what_only_the_cache_holds_is_room() -> None:
     assert bench.core.free_tokens == CAPACITY
 
 
+def test_a_pool_for_windows_limits_the_room_by_its_share_alone() -> None:
+    """A long request needs few window pages at a time, so room for requests is not that for single pages."""
+    bench = Harness(pages=PAGES, max_context=CAPACITY, max_step_tokens=64, window=16, window_pool=PAGES // 4)
+    assert bench.core.free_tokens == CAPACITY
+    submit(bench, "a", 1000, 60)
+    assert bench.core.free_tokens == (CAPACITY - 1060) // PART * PART
+    for _ in range(3):
+        step(bench)
+    windows = bench.core.memory.windows
+    assert windows is not None
+    share = windows.pool.available_pages / windows.pool.capacity
+    assert share < 1
+    assert bench.core.free_tokens is not None
+    assert 0 < bench.core.free_tokens <= min(share * CAPACITY, CAPACITY - 1060)
+    bench.run()
+    assert bench.core.free_tokens == CAPACITY
+
+
 def test_a_model_without_kv_reports_no_room() -> None:
     assert Harness(is_encoder=True).core.free_tokens is None
