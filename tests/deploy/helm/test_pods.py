@@ -498,6 +498,7 @@ def test_components_have_volumes_labels_and_security_contexts_of_their_own() -> 
         ({"reference": "Qwen/Qwen3-8B@v1.0:Q4_K_M"}, "Qwen/Qwen3-8B"),
         ({"reference": "Qwen/Qwen3-8B", "servedName": "qwen"}, "qwen"),
         ({"reference": "s3://models/qwen3-8b"}, "qwen3-8b"),
+        ({"reference": "gs://models/team/qwen3-8b:Q4_K_M"}, "qwen3-8b"),
         ({"reference": "gpt2@main"}, "gpt2"),
         ({}, "smollm2-135m-instruct"),
     ],

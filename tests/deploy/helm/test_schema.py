@@ -94,6 +94,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpu resource without a vendor": ({"worker": {"gpuResource": "gpu"}}, "gpuResource"),
     "hub's model without a repository": ({"model": {"reference": "Qwen/"}}, "reference"),
     "s3 address of a whole bucket": ({"model": {"reference": "s3://models"}}, "reference"),
+    "gs address of a whole bucket": ({"model": {"reference": "gs://models"}}, "reference"),
+    "gs address with an empty quantization": ({"model": {"reference": "gs://models/llama:"}}, "reference"),
+    "key of a service account in the values": (
+        {"model": {"reference": "gs://models/llama", "gs": {"key": "{}"}}},
+        "gs",
+    ),
     "path outside of the volume": ({"model": {"reference": "/data/llama"}}, "reference"),
     "path without a volume": ({"model": {"reference": "/models/llama"}}, "existingClaim"),
     "path out of the volume": (

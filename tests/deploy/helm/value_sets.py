@@ -146,6 +146,13 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "servedName": "qwen",
         }
     },
+    "model-from-gs": {
+        "model": {
+            "reference": "gs://models/team/qwen3-8b:Q4_K_M",
+            "gs": {"credentialsSecret": "gcp", "endpoint": "http://storage.example"},
+            "volume": {"create": True},
+        }
+    },
     "keys-and-admin": {
         "apiKeys": {"existingSecret": "keys"},
         "adminToken": {"existingSecret": "admin"},

@@ -34,7 +34,7 @@
     {{- if eq .name "scheduler" }}
     {{- include "pando.groupVariables" . | trim | nindent 4 }}
     {{- end }}
-    {{- if and $needsModel (eq (include "pando.modelSource" $root) "hub") }}
+    {{- if and $needsModel (has (include "pando.modelSource" $root) (list "hub" "gs")) }}
     # The init container has downloaded the model.
     - {name: HF_HOME, value: /models}
     - {name: HF_HUB_OFFLINE, value: "1"}

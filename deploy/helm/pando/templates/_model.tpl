@@ -1,14 +1,15 @@
-{{/* Where the model comes from: bundled, path (on the volume), hub or s3. */}}
+{{/* Where the model comes from: bundled, path (on the volume), hub, s3 or gs. */}}
 {{- define "pando.modelSource" -}}
 {{- $reference := .Values.model.reference -}}
 {{- if hasPrefix "s3://" $reference -}}s3
+{{- else if hasPrefix "gs://" $reference -}}gs
 {{- else if hasPrefix "/" $reference -}}path
 {{- else if has $reference (list "smollm2-135m-instruct" "all-minilm-l6-v2") -}}bundled
 {{- else -}}hub
 {{- end -}}
 {{- end -}}
 
-{{/* The reference that the services resolve: a model on a hub is in the cache of its volume. */}}
+{{/* The reference that the services resolve: a model on a hub or in gs is in the cache of its volume. */}}
 {{- define "pando.modelReference" -}}
 {{- $reference := .Values.model.reference -}}
 {{- if eq (include "pando.modelSource" .) "s3" -}}/models/{{ base (trimSuffix "/" $reference) }}
@@ -19,7 +20,10 @@
 {{/* The name by which clients request the model, as the services derive it from the reference. */}}
 {{- define "pando.servedName" -}}
 {{- $reference := include "pando.modelReference" . -}}
-{{- $name := ternary (regexReplaceAll "[@:].*$" $reference "") (base $reference) (eq "hub" (include "pando.modelSource" .)) -}}
+{{- $source := include "pando.modelSource" . -}}
+{{- $name := base $reference -}}
+{{- if eq "hub" $source }}{{ $name = regexReplaceAll "[@:].*$" $reference "" }}{{ end -}}
+{{- if eq "gs" $source }}{{ $name = regexReplaceAll ":.*$" (base $reference) "" }}{{ end -}}
 {{- .Values.model.servedName | default $name -}}
 {{- end -}}
 
@@ -37,6 +41,10 @@
   emptyDir: {sizeLimit: {{ $volume.sizeLimit | quote }}}
   {{- end }}
 {{- end }}
+{{- if and (eq $source "gs") .Values.model.gs.credentialsSecret }}
+- name: model-credentials
+  secret: {secretName: {{ .Values.model.gs.credentialsSecret | quote }}}
+{{- end }}
 {{- end -}}
 
 {{/* "true" if pods with ranks of a group have some stages of its pipeline only, of which they download the files. A classification head takes tensors of all. */}}
@@ -50,10 +58,10 @@
 {{- $model := .root.Values.model -}}
 {{- $target := include "pando.modelReference" .root -}}
 {{- $source := include "pando.modelSource" .root -}}
-{{- if eq $source "hub" }}
+{{- if has $source (list "hub" "gs") }}
 - name: model
   {{- $worker := .root.Values.worker }}
-  {{- $isPart := and .isWhole (eq "true" (include "pando.hasParts" .root)) }}
+  {{- $isPart := and .isWhole (eq "true" (include "pando.hasParts" .root)) (eq $source "hub") }}
   {{- $workerImage := ternary .root.Values.image.workerCuda .root.Values.image.workerCpu (eq $worker.device "cuda") }}
   image: {{ include "pando.image" (dict "root" .root "image" (ternary $workerImage .root.Values.image.services $isPart)) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -76,6 +84,14 @@
     {{- end }}
     - {name: HOME, value: /tmp}
     - {name: HF_HOME, value: /models}
+    {{- if eq $source "gs" }}
+    {{- if $model.gs.credentialsSecret }}
+    - {name: GOOGLE_APPLICATION_CREDENTIALS, value: /credentials/key.json}
+    {{- end }}
+    {{- with $model.gs.endpoint }}
+    - {name: STORAGE_EMULATOR_HOST, value: {{ . | quote }}}
+    {{- end }}
+    {{- else }}
     {{- with $model.hub.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}
     {{- end }}
@@ -83,7 +99,11 @@
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}
     {{- end }}
+    {{- end }}
   {{- include "pando.downloadRest" .root | nindent 2 }}
+  {{- if and (eq $source "gs") $model.gs.credentialsSecret }}
+    - {name: model-credentials, mountPath: /credentials, readOnly: true}
+  {{- end }}
 {{- else if eq $source "s3" }}
 - name: model
   image: {{ $model.s3.image | quote }}

@@ -86,7 +86,7 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 {{- $needsModel := or $hasWorker (has .name (list "tokenizer" "detokenizer")) }}
-{{- $isFetched := and $needsModel (has (include "pando.modelSource" $root) (list "hub" "s3")) }}
+{{- $isFetched := and $needsModel (has (include "pando.modelSource" $root) (list "hub" "s3" "gs")) }}
 {{- if or $isGroup $isFetched }}
 initContainers:
   {{- if $isFetched }}
