@@ -429,7 +429,8 @@ class KvMemory:
             if sequence.row is not None
         }
         tables |= {f"session lock {number}": lock.pages for number, lock in self._pins.items()}
-        tables |= {f"lease {name.hex()}": pages for name, pages in self._held.items()}
+        # By number, as who knows the name of a lease may read its pages.
+        tables |= {f"lease {number}": pages for number, pages in enumerate(self._held.values())}
         return audit(self.allocator, self.cache, tables | self._moving_tables())
 
     def _moving_tables(self) -> dict[str, PageIds]:
