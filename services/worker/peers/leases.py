@@ -255,8 +255,14 @@ class PageLeases:
         try:
             # Shielded: a caller that goes away must not let `revoke` return while the thread still reads.
             reading = asyncio.ensure_future(asyncio.to_thread(read))
-            reading.add_done_callback(lambda _: lease.end_reading())
+            reading.add_done_callback(partial(_note_end, lease))
         except BaseException:
             lease.end_reading()
             raise
         return await asyncio.shield(reading)
+
+
+def _note_end(lease: _Lease, reading: asyncio.Future[bytes]) -> None:
+    lease.end_reading()
+    if not reading.cancelled():
+        reading.exception()  # read here, as its caller may have gone away

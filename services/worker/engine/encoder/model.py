@@ -121,7 +121,7 @@ class TextAttention:
             texts = heads.view(len(self._lengths), self._longest, *heads.shape[1:])
             attended = scaled_dot_product_attention(*texts.permute(2, 0, 3, 1, 4))
             return attended.transpose(1, 2).reshape(-1, hidden)
-        if self._ends is not None and _suits_flash(heads):
+        if self._ends is not None and len(qkv) and _suits_flash(heads):
             queries, keys, values = heads.unbind(1)
             seen = -1 if self._window is None else self._window
             packed = varlen_attn(
