@@ -74,7 +74,7 @@ def divided(
 
 
 def asked_for(served: Served) -> int:
-    """Return how many prompts the decode group has asked the other for."""
+    """Return the number of prompts that the decode group has asked the other for."""
     return state(served, DECODE).disaggregation.remote_prefills
 
 

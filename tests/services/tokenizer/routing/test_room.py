@@ -22,7 +22,7 @@ REQUESTS = 6
 
 
 def retractions(*, by_room: bool) -> list[int]:
-    """Return how often each group retracted a row, of requests that have one favourite."""
+    """Return the number of retractions of each group, of requests that have one favourite."""
     groups = {name: Harness(pages=PAGES, page_size=PAGE, max_rows=8, max_step_tokens=256) for name in ("a:1", "b:1")}
     policy = PrefixAware(LOAD_FACTOR)
     for number in range(REQUESTS):
