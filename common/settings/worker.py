@@ -60,6 +60,10 @@ class WorkerSettings(Section):
     keep_warm_ms: float = Field(default=0.0, ge=0)
     """Interval in milliseconds at which an idle GPU runs a short dummy computation, so that its clocks stay high and
     the next request is fast; costs power. 0: never. No effect on CPUs."""
+    peer_transfers: Literal["auto", "nixl"] = "auto"
+    """How KV pages come from workers of other groups: auto (by CUDA IPC between GPUs of one host, over gRPC elsewhere)
+    or nixl (over NIXL elsewhere, by RDMA or TCP, if both groups have this). NIXL authenticates no process: use it only
+    in a network that only workers reach. It requires the extra `nixl`."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     grammars: GrammarSettings = GrammarSettings()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.device_claim import DeviceClaim
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
     from services.worker.engine.execution.interface import Engine, ProgressReport
+    from services.worker.engine.host_tier.nixl_agents import NixlAgents
 
 NAME = "pando.v1.Worker"
 # Exit status that asks the supervisor for a restart: EX_TEMPFAIL of sysexits.h.
@@ -137,6 +138,7 @@ def device_claim(turns: DeviceTurnSettings, device_index: int) -> DeviceClaim:
 def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: DeviceClaim | None = None) -> Engine:
     """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
     fake_options = options_from_environment()
+    nixl = make_nixl(settings)
 
     def load(spec: EngineSpec, report: ProgressReport) -> LoadedModel:
         if spec.load_format == FAKE_FORMAT:
@@ -148,7 +150,7 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: Devic
             from services.worker.engine.vision.vision_model import VisionModel
 
             return VisionModel(lambda report: load_encoder(spec, report, runner_options(settings)), report)
-        return TorchModel(load_model(spec, report, runner_options(settings)), spec, report, library)
+        return TorchModel(load_model(spec, report, runner_options(settings, nixl)), spec, report, library)
 
     def prepare(spec: EngineSpec, serving: LoadedModel) -> LoadModel | None:
         if spec.load_format == FAKE_FORMAT:
@@ -160,7 +162,20 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: Devic
     return ModelEngine(load, prepare, device)
 
 
-def runner_options(settings: WorkerSettings) -> RunnerOptions:
+def make_nixl(settings: WorkerSettings) -> NixlAgents | None:
+    """Return what transfers pages between groups over NIXL; None if they go otherwise.
+
+    Raises:
+        ConfigurationError: it is not installed, or cannot be loaded.
+    """
+    if settings.peer_transfers != "nixl":
+        return None
+    from services.worker.engine.host_tier.nixl_agents import NixlAgents
+
+    return NixlAgents()
+
+
+def runner_options(settings: WorkerSettings, nixl: NixlAgents | None = None) -> RunnerOptions:
     """Return the settings of this host for a model that torch computes."""
     from services.worker.engine.backends import RunnerOptions
 
@@ -170,6 +185,7 @@ def runner_options(settings: WorkerSettings) -> RunnerOptions:
         threads=settings.threads,
         backend=settings.backend,
         products=settings.products,
+        nixl=nixl,
     )
 
 

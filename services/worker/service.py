@@ -227,7 +227,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.MapPagesRequest, context: Context
     ) -> AsyncIterator[worker_pb2.MapPagesResponse]:
         """Lend the memory of the pages."""
-        async with contextlib.aclosing(self._rank.leases.lend(request.lease, request.host)) as loan:
+        lent = self._rank.leases.lend(request.lease, request.host, reads_over_nixl=request.reads_over_nixl)
+        async with contextlib.aclosing(lent) as loan:
             async for memory in loan:
                 yield worker_pb2.MapPagesResponse(memory=None if memory is None else shared_pages_to_wire(memory))
 

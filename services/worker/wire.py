@@ -299,6 +299,7 @@ def shared_pages_to_wire(memory: SharedPages) -> worker_pb2.SharedPages:
         allocations=memory.allocations,
         tensor_allocations=[allocation for allocation, _ in memory.tensors],
         tensor_offsets=[offset for _, offset in memory.tensors],
+        over_nixl=memory.over_nixl,
     )
 
 
@@ -317,6 +318,7 @@ def shared_pages_from_wire(message: worker_pb2.SharedPages) -> SharedPages:
         message.tensor_page_bytes,
         tuple(message.allocations),
         tuple(zip(message.tensor_allocations, message.tensor_offsets, strict=True)),
+        message.over_nixl,
     )
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineSpec
     from services.worker.engine.adapters.active import AdapterProducts
+    from services.worker.engine.host_tier.nixl_agents import NixlAgents
     from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.cpu.products import ProductShape
     from services.worker.engine.kernels.interface import AttentionShape, KernelBackend
@@ -66,6 +67,8 @@ class RunnerOptions:
     """auto, own or onednn; of compiled operators, auto takes what was measured to be faster."""
     graphs: bool = True
     """Whether passes on GPUs are captured as CUDA graphs; without, they run program by program, for comparison."""
+    nixl: NixlAgents | None = None
+    """What reads pages of other groups, and lends them; None: CUDA IPC does on GPUs of one host, and gRPC elsewhere."""
 
 
 def select_device(options: RunnerOptions) -> torch.device:

@@ -235,6 +235,7 @@ class DecoderLoader:
         runner = ModelRunner(
             model, pool, capacity, group, activation_dtype=self._backend.kernels.activation_dtype, form=form,
             is_captured=self._is_captured, host_pool=host_pool, head=head, adapters=self._shelf(), vision=self._vision,
+            nixl=self._options.nixl,
             read_again=partial(_read_again, spec, self._options), hidden_size=config.hidden_size,
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:

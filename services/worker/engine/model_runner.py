@@ -10,6 +10,7 @@ import torch
 from common.errors import ConfigurationError
 from common.steps import SleepLevel
 from services.worker.engine.host_tier.device_pages import DevicePages, find_sharing
+from services.worker.engine.host_tier.nixl_copies import NixlCopies
 from services.worker.engine.host_tier.peer_copies import make_peer_copies
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.execution.interface import ProgressReport, Transfers
     from services.worker.engine.execution.pooler import PoolerHead
+    from services.worker.engine.host_tier.nixl_agents import NixlAgents
     from services.worker.engine.host_tier.page_form import PageForm
     from services.worker.engine.host_tier.peer_copies import PeerCopies
     from services.worker.engine.host_tier.pool import HostPool
@@ -60,11 +62,13 @@ class ModelRunner:
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
         *, activation_dtype: torch.dtype, form: PageForm | None, is_captured: bool = False, hidden_size: int,
         host_pool: HostPool | None = None, head: PoolerHead | None = None, adapters: AdapterShelf | None = None,
-        vision: VisionEncoder | None = None, read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
+        vision: VisionEncoder | None = None, nixl: NixlAgents | None = None,
+        read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
         """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped.
 
-        `form`: where heads lie in a page, for workers of other groups; None: they cannot read any.
+        `form`: where heads lie in a page, for workers of other groups; None: they cannot read any. `nixl`: what reads
+        between groups go over, too.
         """
         # None: the model has no slots for adapters.
         self.adapters = adapters
@@ -92,6 +96,7 @@ class ModelRunner:
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
         self._form = form
         self._sharing = find_sharing(self.device)
+        self._nixl = nixl
         self.device_pages = self._readable()
         # From memory of other processes to the host tier.
         self.peer_copies = self._copies()
@@ -146,6 +151,7 @@ class ModelRunner:
         if self._has_pool:
             if self.transfers is not None:
                 self.transfers.close()
+            self._take_back_memory()
             self.transfers = self.peer_copies = None
             if self.device_pages is not None:
                 self.device_pages.close()
@@ -264,6 +270,7 @@ class ModelRunner:
         """Leave the group and drop weights and pools."""
         if self.transfers is not None:
             self.transfers.close()
+        self._take_back_memory()
         if self.device_pages is not None:
             self.device_pages.close()
         self.transfers = self.host_pool = self.device_pages = self.peer_copies = None
@@ -274,12 +281,20 @@ class ModelRunner:
         del self._pool
 
     def _readable(self) -> DevicePages | None:
-        return None if self._form is None else DevicePages(self._pool, self._form, self._sharing)
+        return None if self._form is None else DevicePages(self._pool, self._form, self._sharing, self._nixl)
 
-    def _copies(self) -> PeerCopies | None:
-        if self._form is None or self._sharing is None or not isinstance(self.transfers, StreamTransfers):
+    def _copies(self) -> PeerCopies | NixlCopies | None:
+        if self._form is None or self.host_pool is None:
             return None
-        return make_peer_copies(self.transfers, self._sharing)
+        mapping = None
+        if self._sharing is not None and isinstance(self.transfers, StreamTransfers):
+            mapping = make_peer_copies(self.transfers, self._sharing)
+        return mapping if self._nixl is None else NixlCopies(self._pool, self.host_pool, self._nixl, mapping)
+
+    def _take_back_memory(self) -> None:
+        """Let no read over NIXL arrive any more; none is under way."""
+        if isinstance(self.peer_copies, NixlCopies):
+            self.peer_copies.close()
 
     @property
     def _awake(self) -> Decoder:

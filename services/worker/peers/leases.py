@@ -154,8 +154,12 @@ class PageLeases:
                     raise PermissionDeniedError("the lease has ended")
                 yield content
 
-    async def lend(self, lease: bytes, host: str) -> AsyncGenerator[SharedPages | None, None]:
+    async def lend(
+        self, lease: bytes, host: str, *, reads_over_nixl: bool = False
+    ) -> AsyncGenerator[SharedPages | None, None]:
         """Yield the memory of the pages for a reader on `host`, and None as soon as the reader must unmap it.
+
+        Readers on other hosts get it if they read over NIXL, and this rank lends it so.
 
         The memory is lent until this generator is closed.
 
@@ -164,23 +168,31 @@ class PageLeases:
             InvalidRequestError: the memory cannot be shared with that reader.
         """
         _, source = self._find(lease, ())
-        if host != this_host():
+        is_here = host == this_host()
+        if not is_here and not reads_over_nixl:
             raise InvalidRequestError("the reader is on another host, or another user")
         recalled, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def recall() -> None:
             loop.call_soon_threadsafe(recalled.set)
 
-        memory = source.lend(recall)
-        if memory is None:
-            raise InvalidRequestError("the memory of this device cannot be shared")
+        # Registering memory with network cards takes long.
+        lend = partial(source.lend, recall, is_here=is_here, reads_over_nixl=reads_over_nixl)
+        lending = asyncio.ensure_future(asyncio.to_thread(lend))
         try:
+            memory = await asyncio.shield(lending)
+            if memory is None:
+                way = "is not shared over NIXL" if reads_over_nixl else "cannot be shared"
+                raise InvalidRequestError(f"the memory of this device {way}")
             yield memory
             await recalled.wait()
             yield None
             await asyncio.sleep(RECALL_S)
         finally:
-            source.take_back(recall)
+            if lending.done():
+                source.take_back(recall)
+            else:
+                lending.add_done_callback(lambda _: source.take_back(recall))
 
     async def follow_reader(
         self, lease: bytes, memory: bytes, pages: Sequence[int], reports: AsyncIterator[int], *, to_device: bool = False

@@ -1,4 +1,4 @@
-"""Copying pages from the mapped memory of a worker of this host, as it permits; see `leases.py`."""
+"""Copying pages from memory of a worker that is mapped, or read over NIXL, as it permits; see `leases.py`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
         AioRpcError: the lease has ended, the worker has other memory by now, or the connection broke.
         TimeoutError: the worker has not answered for `silence_s` seconds.
         SharingError: the memory is not mapped any more.
+        BrokenReadError: it could not be read over NIXL.
         StreamEndedError: the target's pages hold something else by now.
     """
     assert transfer.peer is not None, "checked by the engine"
@@ -53,7 +54,9 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
         target.copy(copies, mapping.pages, pages[begin:end], arriving[begin:end])
 
     call = worker_pb2_grpc.WorkerStub(channel).ReadMappedPages()
-    slice_pages = target.slice_pages(copies)
+    # Over a network, larger slices would make the end of a lease wait.
+    is_direct = target.is_device and not mapping.pages.memory.over_nixl
+    slice_pages = copies.direct_slice_pages if is_direct else copies.slice_pages
     # The end of each slice that is being copied.
     running: deque[tuple[int, asyncio.Future[None]]] = deque()
     begun = 0
@@ -61,7 +64,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
         lease=transfer.peer.lease,
         memory=mapping.pages.memory.name,
         device_pages=pages.tolist(),
-        to_device=target.is_device,
+        to_device=is_direct,
     )
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Memory of workers of the same host that this rank has mapped, to copy their pages without sending them."""
+"""Memory of other workers that this rank has mapped, or reads over NIXL, to copy pages without sending them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class _Peer:
 
 
 class PeerMappings:
-    """Maps the memory of workers, by address, as long as they lend it. Methods belong to the event loop.
+    """Maps the memory of workers, by address, as long as they lend it; or opens it for reads over NIXL.
+
+    Methods belong to the event loop.
 
     One call to each worker stays open while its memory is mapped. It ends when the worker does; before the worker frees
     the memory, as it sleeps or loads another model, it asks for an end.
@@ -114,6 +116,15 @@ class PeerMappings:
         if peer is not None and peer.holding is not None and peer.mapping.done() and peer.mapping.result() is mapping:
             self._forget(worker, peer)
             peer.holding.cancel()
+
+    def refuse(self, worker: str, mapping: Mapping, reason: str) -> None:
+        """Unmap the memory of a worker, as it could not be read, and do not ask for it again soon."""
+        peer = self._peers.get(worker)
+        if peer is None or not peer.mapping.done() or peer.mapping.result() is not mapping:
+            return
+        self.drop(worker, mapping)
+        refused = self._peers[worker] = _Peer(asyncio.get_running_loop().create_future())
+        self._end(worker, refused, reason, refuses=True)
 
     async def close(self) -> None:
         """Unmap all memory."""
@@ -162,7 +173,7 @@ class PeerMappings:
     async def _hold(
         self, worker: str, peer: _Peer, channel: grpc.aio.Channel, lease: bytes, copies: PeerPageCopies
     ) -> None:
-        request = worker_pb2.MapPagesRequest(lease=lease, host=this_host())
+        request = worker_pb2.MapPagesRequest(lease=lease, host=this_host(), reads_over_nixl=copies.reads_over_nixl)
         call = worker_pb2_grpc.WorkerStub(channel).MapPages(request)
         try:
             async with asyncio.timeout(self._silence_s):
@@ -172,7 +183,7 @@ class PeerMappings:
             memory = shared_pages_from_wire(response.memory)
             mapping = Mapping(await asyncio.to_thread(copies.map, memory))
             peer.mapping.set_result(mapping)
-            self._log.info("peer.mapped", peer=worker, pages=memory.pages)
+            self._log.info("peer.mapped", peer=worker, pages=memory.pages, over_nixl=memory.over_nixl)
             try:
                 # Until the worker asks for an end, or has ended.
                 await call.read()

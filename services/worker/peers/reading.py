@@ -1,8 +1,8 @@
 """Reading from other workers: pages of other groups into this rank's pages, and embeddings of images.
 
 Where the worker of the same rank is on this host and both have GPUs, pages are copied from its memory, which this
-process maps (`read_mapped`). Embeddings are copied from the memory of an encoder that is on this host (`copy_sealed`).
-Otherwise both are sent over gRPC, as bytes.
+process maps (`read_mapped`). Where both use NIXL, pages are read the same way on any host. Embeddings are copied from
+the memory of an encoder that is on this host (`copy_sealed`). Otherwise both are sent over gRPC, as bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.transfers import TransferAck
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
 from services.worker.engine.host_tier.page_form import sources_of
-from services.worker.engine.host_tier.shared_pages import SharingError
+from services.worker.engine.host_tier.shared_pages import BrokenReadError, SharingError
 from services.worker.peers.mapped_reading import ReadProgress, read_mapped
 from services.worker.peers.mapping import RETRY_S, PeerMappings
 from services.worker.peers.one_ahead import one_ahead
@@ -212,6 +212,10 @@ class PeerReader:
             # It has loaded again since.
             self._mappings.drop(worker, mapping)
             return False
+        except BrokenReadError as error:
+            # Later transfers are sent as bytes.
+            self._mappings.refuse(worker, mapping, str(error))
+            raise
         except TimeoutError:
             # As in `_read`.
             renew(channel)

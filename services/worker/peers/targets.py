@@ -34,9 +34,6 @@ class TargetPages(Protocol):
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         """Whether pages can be copied from memory of other processes."""
 
-    def slice_pages(self, copies: PeerPageCopies) -> int:
-        """Return the most pages to copy at a time."""
-
     def copy(self, copies: PeerPageCopies, source: MappedPages, pages: PageIds, into: PageIds) -> None:
         """Copy `pages` of memory of another process; see `PeerPageCopies.copy`."""
 
@@ -63,9 +60,6 @@ class HostTarget:
 
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         return copies.can_write(pages)
-
-    def slice_pages(self, copies: PeerPageCopies) -> int:
-        return copies.slice_pages
 
     def copy(self, copies: PeerPageCopies, source: MappedPages, pages: PageIds, into: PageIds) -> None:
         with self.pages.kept_open():
@@ -97,9 +91,6 @@ class DeviceTarget:
 
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         return True
-
-    def slice_pages(self, copies: PeerPageCopies) -> int:
-        return copies.direct_slice_pages
 
     def copy(self, copies: PeerPageCopies, source: MappedPages, pages: PageIds, into: PageIds) -> None:
         with self.pages.kept_open():

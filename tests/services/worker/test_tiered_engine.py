@@ -206,7 +206,7 @@ class DevicePages:
     def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         self.pages |= {page: bytes(content[at * 4 : at * 4 + 4]) for at, page in enumerate(pages)}
 
-    def lend(self, recall: Callable[[], None]) -> None:
+    def lend(self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False) -> None:
         """Share nothing."""
 
     def take_back(self, recall: Callable[[], None]) -> None:

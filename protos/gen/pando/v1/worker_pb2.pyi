@@ -538,19 +538,23 @@ class MapPagesRequest(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    READS_OVER_NIXL_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """One that the reader has: it needs no memory otherwise."""
     host: _builtins.str
-    """The running system and the user of the reader; handles are valid only there."""
+    """The running system and the user of the reader; handles are valid only there, but for those of NIXL."""
+    reads_over_nixl: _builtins.bool
+    """Whether the reader can read over NIXL."""
     def __init__(
         self,
         *,
         lease: _builtins.bytes = ...,
         host: _builtins.str = ...,
+        reads_over_nixl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "lease", b"lease", "reads_over_nixl", b"reads_over_nixl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,18 +594,20 @@ class SharedPages(_message.Message):
     ALLOCATIONS_FIELD_NUMBER: _builtins.int
     TENSOR_ALLOCATIONS_FIELD_NUMBER: _builtins.int
     TENSOR_OFFSETS_FIELD_NUMBER: _builtins.int
+    OVER_NIXL_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
     """16 random bytes; a rank that loads again has other memory, of another name."""
     pages: _builtins.int
     tensor_page_bytes: _builtins.int
     """Of one page in each tensor."""
+    over_nixl: _builtins.bool
     @_builtins.property
     def allocations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Handles of the allocations in which the tensors are (CUDA IPC)."""
+        """Handles of the allocations in which the tensors are: of CUDA IPC, or the one of a NIXL agent."""
 
     @_builtins.property
     def tensor_allocations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each tensor, the index of its allocation and its first byte there."""
+        """For each tensor, the index of its allocation and its first byte there; over NIXL, its address."""
 
     @_builtins.property
     def tensor_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -614,10 +620,11 @@ class SharedPages(_message.Message):
         allocations: _abc.Iterable[_builtins.bytes] | None = ...,
         tensor_allocations: _abc.Iterable[_builtins.int] | None = ...,
         tensor_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        over_nixl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "name", b"name", "pages", b"pages", "tensor_allocations", b"tensor_allocations", "tensor_offsets", b"tensor_offsets", "tensor_page_bytes", b"tensor_page_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "name", b"name", "over_nixl", b"over_nixl", "pages", b"pages", "tensor_allocations", b"tensor_allocations", "tensor_offsets", b"tensor_offsets", "tensor_page_bytes", b"tensor_page_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -246,8 +246,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MapPages(self, request, context):
-        """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
-        memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+        """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
+        pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
         INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -75,8 +75,8 @@ class WorkerStub:
     ReadPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]
     """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
     MapPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.MapPagesRequest, _worker_pb2.MapPagesResponse]
-    """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
-    memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+    """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
+    pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
     INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
     """
     ReadMappedPages: _grpc.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]
@@ -151,8 +151,8 @@ class WorkerAsyncStub(WorkerStub):
     ReadPages: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]  # type: ignore[assignment]
     """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
     MapPages: _aio.UnaryStreamMultiCallable[_worker_pb2.MapPagesRequest, _worker_pb2.MapPagesResponse]  # type: ignore[assignment]
-    """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
-    memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+    """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
+    pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
     INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
     """
     ReadMappedPages: _aio.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]  # type: ignore[assignment]
@@ -308,8 +308,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.MapPagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.MapPagesResponse], _abc.AsyncIterator[_worker_pb2.MapPagesResponse]]:
-        """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
-        memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+        """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
+        pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
         INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
         """
 

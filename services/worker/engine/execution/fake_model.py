@@ -407,7 +407,7 @@ class FakeDevicePages:
     def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         """Do nothing."""
 
-    def lend(self, recall: Callable[[], None]) -> None:
+    def lend(self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False) -> None:
         """Return nothing: there is no memory."""
 
     def take_back(self, recall: Callable[[], None]) -> None:

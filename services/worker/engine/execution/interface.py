@@ -96,10 +96,15 @@ class DevicePageBytes(Protocol):
     def shared_name(self) -> bytes | None:
         """Name of the memory that `lend` has returned."""
 
-    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
-        """Return the memory of the pages for a worker of the same host; None if it cannot be shared, or is about to go.
+    def lend(
+        self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False
+    ) -> SharedPages | None:
+        """Return the memory of the pages for another worker; None if it cannot be shared, or is about to go.
 
-        It is there until `take_back`, as far as that comes within seconds after `recall`, which any thread calls.
+        `is_here`: the worker is on the same host, and of the same user. Any thread may call this.
+
+        The memory is there until `take_back`, as far as that comes within seconds after `recall`, which any thread
+        calls.
         """
 
     def take_back(self, recall: Callable[[], None]) -> None:
@@ -107,10 +112,14 @@ class DevicePageBytes(Protocol):
 
 
 class PeerPageCopies(Protocol):
-    """Copies pages that workers of other groups have in memory of this host to the host tier or the device.
+    """Copies pages from memory of workers of other groups to the host tier or the device.
 
-    Any thread may call the methods.
+    The memory is mapped, or read over NIXL. Any thread may call the methods.
     """
+
+    @property
+    def reads_over_nixl(self) -> bool:
+        """Whether memory can be read over NIXL, of any host."""
 
     @property
     def slice_pages(self) -> int:
@@ -135,6 +144,7 @@ class PeerPageCopies(Protocol):
 
         Raises:
             SharingError: its pages have another form, or there are no such pages.
+            BrokenReadError: the other process does not answer, or does not lend the memory any more.
         """
 
     def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds) -> None:

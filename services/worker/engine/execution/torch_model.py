@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from services.worker.engine.backends import RunnerOptions
     from services.worker.engine.execution.captured_model import CapturedExecutor
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
-    from services.worker.engine.execution.interface import PassCalls
+    from services.worker.engine.execution.interface import PassCalls, PeerPageCopies
     from services.worker.engine.execution.overlapped_runner import OverlappedRunner
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.device_pages import DevicePages
-    from services.worker.engine.host_tier.peer_copies import PeerCopies
     from services.worker.engine.host_tier.pool import HostPool
 
 log = logging.getLogger(__name__)
@@ -153,7 +152,7 @@ class TorchModel:
         return self.runner.device_pages if isinstance(self.runner, ModelRunner) else None
 
     @property
-    def peer_copies(self) -> PeerCopies | None:
+    def peer_copies(self) -> PeerPageCopies | None:
         return self.runner.peer_copies if isinstance(self.runner, ModelRunner) else None
 
     @property

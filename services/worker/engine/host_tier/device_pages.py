@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 from services.worker.engine.host_tier.cuda_sharing import CudaSharing
 from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.host_tier.pool import host_page_shape
-from services.worker.engine.host_tier.shared_pages import Borrowers, SharingError, share_pages
+from services.worker.engine.host_tier.shared_pages import Borrowers, SharedPages, SharingError, share_pages
 from services.worker.engine.host_tier.stream_transfers import make_mover
 from services.worker.engine.kernels.interface import KvLayout
 from services.worker.engine.parallel.shards import Span
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from services.worker.engine.execution.interface import AfterPasses
-    from services.worker.engine.host_tier.shared_pages import MemorySharing, SharedPages
+    from services.worker.engine.host_tier.nixl_agents import NixlAgents, NixlLoan
+    from services.worker.engine.host_tier.shared_pages import MemorySharing
     from services.worker.engine.kernels.interface import AttentionShape
     from services.worker.engine.model.kv_pool import KvPool
 
@@ -59,14 +61,22 @@ class DevicePages:
     On a GPU, pages are collected on a stream of their own, beside the passes.
     """
 
-    def __init__(self, pool: KvPool, form: PageForm, sharing: MemorySharing | None = None) -> None:
+    def __init__(
+        self, pool: KvPool, form: PageForm, sharing: MemorySharing | None = None, nixl: NixlAgents | None = None
+    ) -> None:
         """Read and write pages of `pool`, which has no window pages, of this form.
 
-        Other processes may map its memory by `sharing`, if there is one and all layers' pages have one size.
+        If all layers' pages have one size, other processes may map its memory by `sharing`, and read it by `nixl`, as
+        far as these are there.
         """
         self.form = form
         self._sharing = sharing if len(form.parts) == 1 else None
+        self._nixl = nixl if len(form.parts) == 1 else None
+        self._name = secrets.token_bytes(16)
         self._shared: SharedPages | None = None
+        # The same memory over NIXL.
+        self._loan: NixlLoan | None = None
+        self._over_nixl: SharedPages | None = None
         self._borrowers = Borrowers()
         self._pool: KvPool | None = pool
         self._staged: _Staging | None = None
@@ -104,20 +114,29 @@ class DevicePages:
 
     @property
     def shared_name(self) -> bytes | None:
-        return None if self._shared is None else self._shared.name
+        return None if self._shared is None and self._over_nixl is None else self._name
 
-    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
-        if self._sharing is None or not self._borrowers.add(recall):
+    def lend(
+        self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False
+    ) -> SharedPages | None:
+        # Where GPUs reach each other, mapped memory is nearest.
+        maps = is_here and self._sharing is not None
+        if not (maps or (reads_over_nixl and self._nixl is not None)) or not self._borrowers.add(recall):
             return None
         # From here on, `close` waits.
         try:
-            if self._shared is None and self._pool is not None:
-                self._shared = _share(self._pool, self._sharing)
+            with self._lock:
+                memory = None if self._pool is None else self._share(self._pool) if maps else self._lend(self._pool)
         except SharingError as error:
             log.info("workers of other groups read pages over gRPC, as memory cannot be shared: %s", error)
-            self._sharing = None
+            memory = None
+            if maps:
+                self._sharing = None
+            else:
+                self._nixl = None
+        if memory is None:
             self._borrowers.remove(recall)
-        return self._shared
+        return memory
 
     def take_back(self, recall: Callable[[], None]) -> None:
         self._borrowers.remove(recall)
@@ -127,7 +146,29 @@ class DevicePages:
         if not self._borrowers.close():
             log.warning("a worker of another group keeps memory of this one mapped")
         with self._lock:
-            self._pool = self._staged = None
+            # Before the memory goes: a late read would find something else there, or nothing.
+            if self._loan is not None:
+                self._loan.close()
+            self._pool = self._staged = self._loan = None
+
+    def _share(self, pool: KvPool) -> SharedPages:
+        assert self._sharing is not None, "asked before"
+        if self._shared is None:
+            tensors = _tensors_of(pool)
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            self._shared = share_pages(self._name, addresses, pool.pages, tensors[0][0].nbytes, self._sharing)
+        return self._shared
+
+    def _lend(self, pool: KvPool) -> SharedPages:
+        assert self._nixl is not None, "asked before"
+        if self._over_nixl is None:
+            tensors = _tensors_of(pool)
+            self._loan = self._nixl.lend(tensors)
+            places = tuple((0, tensor.data_ptr()) for tensor in tensors)
+            self._over_nixl = SharedPages(
+                self._name, pool.pages, tensors[0][0].nbytes, (self._loan.handle,), places, over_nixl=True
+            )
+        return self._over_nixl
 
     def _staging(self, pool: KvPool) -> _Staging:
         if self._staged is None:
@@ -140,10 +181,8 @@ def find_sharing(device: torch.device) -> MemorySharing | None:
     return CudaSharing(device.index or 0) if device.type == "cuda" else None
 
 
-def _share(pool: KvPool, sharing: MemorySharing) -> SharedPages:
-    tensors = [tensor for layer in pool.layers for tensor in layer.stored]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    return share_pages(addresses, pool.pages, tensors[0][0].nbytes, sharing)
+def _tensors_of(pool: KvPool) -> list[torch.Tensor]:
+    return [tensor for layer in pool.layers for tensor in layer.stored]
 
 
 class _Staging:

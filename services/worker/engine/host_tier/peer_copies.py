@@ -35,6 +35,8 @@ class PeerCopies:
     Those for the host are collected in staging memory on this device, and cross the bus from there in long runs.
     """
 
+    reads_over_nixl = False
+
     def __init__(self, transfers: StreamTransfers, mover: ProgramPageMover, sharing: MemorySharing) -> None:
         """Copy to the pages of `transfers` on the host, and to those of `mover` on its device."""
         self._host = transfers.host
@@ -57,6 +59,8 @@ class PeerCopies:
         return int(host_pages.max(initial=0)) < self._pinned.ready_pages
 
     def map(self, memory: SharedPages) -> MappedPages:
+        if memory.over_nixl:
+            raise SharingError("it is lent over NIXL only")
         self._check_form(memory)
         self._staging()
         return MappedPages(memory, self._sharing)

@@ -1,9 +1,8 @@
-"""Memory of KV pages that workers of other groups map, to read pages without sending them."""
+"""Memory of KV pages that workers of other groups map, or read over NIXL, to read pages without sending them."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -25,12 +24,18 @@ class SharingError(Exception):
     """Memory cannot be shared with another process, or not be mapped here."""
 
 
+class BrokenReadError(SharingError):
+    """Memory of another process could not be read, though it was mapped."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPages:
     """The tensors of a KV pool, layer by layer and keys first, as other processes find them; see protos/worker.proto.
 
     `allocations` are handles. `tensors` has for each tensor the index of its allocation and its first byte there; a
     page has `tensor_page_bytes` bytes in each. `name`, 16 random bytes, changes with the memory.
+
+    If `over_nixl`, there is one handle, of a NIXL agent, and tensors' first bytes are addresses.
     """
 
     name: bytes
@@ -38,13 +43,11 @@ class SharedPages:
     tensor_page_bytes: int
     allocations: tuple[bytes, ...]
     tensors: tuple[tuple[int, int], ...]
+    over_nixl: bool = False
 
 
-class MemorySharing(Protocol):
-    """Memory of this process for others, and theirs for this one; see `CudaSharing`."""
-
-    def export(self, address: int) -> tuple[bytes, int]:
-        """Return the handle of the allocation at an address, and the address's offset there."""
+class MemoryAccess(Protocol):
+    """Memory of other processes for this one; see `CudaSharing` and `NixlAgents`."""
 
     def open(self, handle: bytes) -> int:
         """Map an allocation; return its address."""
@@ -53,7 +56,16 @@ class MemorySharing(Protocol):
         """Unmap it."""
 
 
-def share_pages(addresses: Iterable[int], pages: int, tensor_page_bytes: int, sharing: MemorySharing) -> SharedPages:
+class MemorySharing(MemoryAccess, Protocol):
+    """Memory of this process for others, too; see `CudaSharing`."""
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """Return the handle of the allocation at an address, and the address's offset there."""
+
+
+def share_pages(
+    name: bytes, addresses: Iterable[int], pages: int, tensor_page_bytes: int, sharing: MemorySharing
+) -> SharedPages:
     """Export the memory of tensors at `addresses`, of `pages` pages each.
 
     Raises:
@@ -69,13 +81,13 @@ def share_pages(addresses: Iterable[int], pages: int, tensor_page_bytes: int, sh
             indices[begin] = len(handles)
             handles.append(handle)
         tensors.append((indices[begin], offset))
-    return SharedPages(secrets.token_bytes(16), pages, tensor_page_bytes, tuple(handles), tuple(tensors))
+    return SharedPages(name, pages, tensor_page_bytes, tuple(handles), tuple(tensors))
 
 
 class MappedPages:
-    """Memory of another process that this one has mapped."""
+    """Memory of another process that this one has mapped, or can read over NIXL."""
 
-    def __init__(self, memory: SharedPages, sharing: MemorySharing) -> None:
+    def __init__(self, memory: SharedPages, sharing: MemoryAccess) -> None:
         """Map `memory`.
 
         Raises:

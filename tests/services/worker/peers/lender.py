@@ -1,4 +1,4 @@
-"""A worker in a process of its own that lends pages of a GPU, for tests and measurements on GPUs."""
+"""A worker in a process of its own that lends pages, of a GPU or over NIXL, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.engine.backends import use_device
 from services.worker.engine.host_tier.device_pages import DevicePages, find_sharing, page_form_of
+from services.worker.engine.host_tier.nixl_agents import NixlAgents
+from services.worker.engine.host_tier.nixl_copies import NixlCopies
 from services.worker.engine.host_tier.peer_copies import PeerCopies, make_peer_copies
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers
@@ -32,6 +34,7 @@ from services.worker.service import WorkerService
 from services.worker.stream_pages import StreamDevicePages, StreamPages
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from multiprocessing.context import SpawnProcess
     from pathlib import Path
 
@@ -55,7 +58,7 @@ class PoolShape:
     head_dim: int = 128
     page_size: int = 16
 
-    def allocate(self, device: torch.device) -> tuple[KvPool, DevicePages]:
+    def allocate(self, device: torch.device, nixl: NixlAgents | None = None) -> tuple[KvPool, DevicePages]:
         shape = AttentionShape(
             query_heads=4 * self.kv_heads, kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=self.page_size
         )
@@ -63,7 +66,7 @@ class PoolShape:
         pool = allocate_pool(shape, self.layers, self.pages, layout, dtype=torch.bfloat16, device=device)
         form = page_form_of(pool, layout, shape, Span(0, self.kv_heads), self.kv_heads)
         assert form is not None
-        return pool, DevicePages(pool, form, find_sharing(device))
+        return pool, DevicePages(pool, form, find_sharing(device), nixl)
 
 
 def fill(pool: KvPool) -> None:
@@ -76,12 +79,12 @@ def fill(pool: KvPool) -> None:
 class LenderService(WorkerService):
     """Serves the pages of a pool, all of which are under `LEASE`. A revoked lease's pages are overwritten at once."""
 
-    def __init__(self, shape: PoolShape, device: torch.device) -> None:
+    def __init__(self, shape: PoolShape, device: torch.device, nixl: NixlAgents | None = None) -> None:
         self.device = device
         self.pool: KvPool | None
-        self.pool, self.pages = shape.allocate(device)
+        self.pool, self.pages = shape.allocate(device, nixl)
         fill(self.pool)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         self.leases = PageLeases(lambda: self.pages)
         self.leases.grant(LEASE, range(shape.pages))
         super().__init__(
@@ -96,57 +99,77 @@ class LenderService(WorkerService):
             for layer in self.pool.layers:
                 for tensor in layer.stored:
                     tensor.fill_(7.0)
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return response
 
     async def Sleep(
         self, request: worker_pb2.WorkerSleepRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.WorkerSleepResponse:
         """Free the pool, as a rank does that sleeps; return by how much the device's free memory grew."""
-        before, _ = torch.cuda.mem_get_info(self.device)
         self.leases.revoke_all()
+        if self.device.type == "cpu":
+            await asyncio.to_thread(self.pages.close)
+            self.pool = None
+            return worker_pb2.WorkerSleepResponse()
+        before, _ = torch.cuda.mem_get_info(self.device)
         await asyncio.to_thread(self.pages.close)
         self.pool = None
         torch.cuda.empty_cache()
         return worker_pb2.WorkerSleepResponse(freed_bytes=torch.cuda.mem_get_info(self.device)[0] - before)
 
 
-async def _serve(address: str, shape: PoolShape, device_index: int) -> None:
-    device = torch.device("cuda", device_index)
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+async def _serve(address: str, shape: PoolShape, device: torch.device, *, over_nixl: bool) -> None:
     use_device(device, threads=1)
     server = RpcServer("pando.v1.Worker", address)
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, LenderService(shape, device))
+    service = LenderService(shape, device, NixlAgents() if over_nixl else None)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service)
     await server.start()
     await asyncio.Event().wait()
 
 
-def _main(address: str, shape: PoolShape, device_index: int) -> None:
-    asyncio.run(_serve(address, shape, device_index))
+def _main(address: str, shape: PoolShape, device: torch.device, over_nixl: bool) -> None:
+    asyncio.run(_serve(address, shape, device, over_nixl=over_nixl))
 
 
-def start_lender(address: str, shape: PoolShape, device_index: int, **environment: str) -> SpawnProcess:
-    """Start a worker at `address`, with more variables in its `environment`."""
+def start_lender(
+    address: str,
+    shape: PoolShape,
+    device: int | torch.device,
+    environment: Mapping[str, str] | None = None,
+    *,
+    over_nixl: bool = False,
+) -> SpawnProcess:
+    """Start a worker at `address`, on a GPU or a device, with more variables in its `environment`."""
+    on = torch.device("cuda", device) if isinstance(device, int) else device
     process = multiprocessing.get_context("spawn").Process(
-        target=_main, args=(address, shape, device_index), daemon=True
+        target=_main, args=(address, shape, on, over_nixl), daemon=True
     )
-    with mock.patch.dict(os.environ, environment):
+    with mock.patch.dict(os.environ, environment or {}):
         process.start()
     return process
 
 
 class Reader:
-    """A rank of another group in this process, with a host tier and a GPU."""
+    """A rank of another group in this process, with a host tier; on a GPU, or on a CPU with `nixl`."""
 
-    def __init__(self, address: str, shape: PoolShape, device: torch.device) -> None:
+    def __init__(self, address: str, shape: PoolShape, device: torch.device, nixl: NixlAgents | None = None) -> None:
         use_device(device, threads=1)
         self.address = address
         self.pool, self.own_pages = shape.allocate(device)
         fill(self.pool)
         self.host = allocate_host_pool(self.pool, shape.pages)
-        self.transfers = StreamTransfers(self.pool, self.host, device)
+        self.transfers = StreamTransfers(self.pool, self.host, device) if device.type == "cuda" else None
         sharing = find_sharing(device)
-        assert sharing is not None
-        self.copies: PeerCopies | None = make_peer_copies(self.transfers, sharing)
+        self.copies: PeerCopies | NixlCopies | None = None
+        if self.transfers is not None and sharing is not None:
+            self.copies = make_peer_copies(self.transfers, sharing)
+        if nixl is not None:
+            self.copies = NixlCopies(self.pool, self.host, nixl, self.copies)
         self.pages = StreamPages(self.host)
         self.channel = open_channel(address)
         self.stub: Any = worker_pb2_grpc.WorkerStub(self.channel)  # Any: its methods are of the channel's kind
@@ -155,9 +178,10 @@ class Reader:
 
     async def start(self) -> None:
         """Wait until the host tier is page-locked, and the lender serves."""
-        while self.transfers.pinned.ready_pages < self.host.pages:
-            assert self.transfers.pinned.error is None, self.transfers.pinned.error
-            await asyncio.sleep(0.01)
+        if self.transfers is not None:
+            while self.transfers.pinned.ready_pages < self.host.pages:
+                assert self.transfers.pinned.error is None, self.transfers.pinned.error
+                await asyncio.sleep(0.01)
         async with asyncio.timeout(START_S):
             await self.channel.channel_ready()
 
@@ -194,7 +218,10 @@ class Reader:
     async def close(self) -> None:
         await self.reader.close()
         await self.channel.close()
-        self.transfers.close()
+        if isinstance(self.copies, NixlCopies):
+            self.copies.close()
+        if self.transfers is not None:
+            self.transfers.close()
 
 
 def address_in(folder: Path) -> str:

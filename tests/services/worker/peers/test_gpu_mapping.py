@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self, folder: Path, **environment: str) -> None:
         address = address_in(folder)
-        self.lender = start_lender(address, SHAPE, gpu_of(1), **environment)
+        self.lender = start_lender(address, SHAPE, gpu_of(1), environment)
         self.reader = Reader(address, SHAPE, torch.device("cuda", 0))
 
     async def close(self) -> None:

@@ -89,7 +89,9 @@ class Device(UnwrittenPages):
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return b"".join(self.read_page(page) * (self.form.page_bytes // 4) for page in pages)
 
-    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
+    def lend(
+        self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False
+    ) -> SharedPages | None:
         if not self.can_share or not self.borrowers.add(recall):
             return None
         self.shared_name = self.shared_name or secrets.token_bytes(16)
@@ -102,6 +104,7 @@ class Device(UnwrittenPages):
 class FakeCopies:
     """Copies from the device of a test. While `gate` is cleared copies wait; `begun` are pages of all copies."""
 
+    reads_over_nixl = False
     slice_pages = 2
     direct_slice_pages = 16
 

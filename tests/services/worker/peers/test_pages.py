@@ -41,7 +41,9 @@ class UnsharedMemory(UnwrittenPages):
 
     shared_name: bytes | None = None
 
-    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
+    def lend(
+        self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False
+    ) -> SharedPages | None:
         return None
 
     def take_back(self, recall: Callable[[], None]) -> None:

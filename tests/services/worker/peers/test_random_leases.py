@@ -58,7 +58,7 @@ class Device(UnwrittenPages):
         assert read.gate.wait(20)
         return b"".join(self.content[page].to_bytes(4, "little") * (self.form.page_bytes // 4) for page in pages)
 
-    def lend(self, recall: Callable[[], None]) -> None:
+    def lend(self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False) -> None:
         raise AssertionError("memory is mapped already")
 
     def take_back(self, recall: Callable[[], None]) -> None:

@@ -54,7 +54,7 @@ def test_every_tensor_is_found_in_the_memory_of_another_process() -> None:
     pool, sharing = make_pool(), Segments()
     tensors = [tensor for layer in pool.layers for tensor in layer.stored]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    memory = share_pages(addresses, 5, tensors[0][0].nbytes, sharing)
+    memory = share_pages(b"n" * 16, addresses, 5, tensors[0][0].nbytes, sharing)
     assert len(set(memory.allocations)) == len(memory.allocations)
     mapped = MappedPages(memory, sharing)
     assert mapped.addresses == tuple(address + 1_000_000 for address in addresses)

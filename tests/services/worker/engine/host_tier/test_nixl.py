@@ -1,0 +1,227 @@
+"""Reads over NIXL, with agents of this process instead of the package's: what arrives where, and how reads end."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.host_tier.device_pages import DevicePages, page_form_of
+from services.worker.engine.host_tier.nixl_agents import NixlAgents
+from services.worker.engine.host_tier.nixl_copies import NixlCopies
+from services.worker.engine.host_tier.pool import allocate_host_pool
+from services.worker.engine.host_tier.shared_pages import BrokenReadError, SharedPages, SharingError
+from services.worker.engine.kernels.interface import KvLayout
+from services.worker.engine.model.kv_pool import KvPool, allocate_pool
+from services.worker.engine.parallel.shards import Span
+from services.worker.wire import shared_pages_from_wire, shared_pages_to_wire
+from tests.fakes.nixl import FakeBindings
+from tests.services.worker.engine.host_tier.test_sliced_transfers import SHAPE
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PAGES = 12
+HEADS = Span(0, SHAPE.kv_heads)
+
+
+def make_pool(seed: int) -> KvPool:
+    pool = allocate_pool(
+        SHAPE, layers=3, pages=PAGES, layout=KvLayout.TOKEN_MAJOR, dtype=torch.float32, device=torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for layer in pool.layers:
+        for tensor in layer.stored:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return pool
+
+
+def pages_of(pool: KvPool, nixl: NixlAgents | None = None) -> DevicePages:
+    form = page_form_of(pool, KvLayout.TOKEN_MAJOR, SHAPE, HEADS, SHAPE.kv_heads)
+    assert form is not None
+    return DevicePages(pool, form, nixl=nixl)
+
+
+class Pair:
+    """A lender and a reader with agents of one kind."""
+
+    def __init__(self, read_s: float = 30.0) -> None:
+        self.bindings = FakeBindings()
+        self.lent = pages_of(make_pool(1), NixlAgents(self.bindings))
+        self.pool = make_pool(2)
+        self.own = pages_of(self.pool)
+        self.host = allocate_host_pool(self.pool, PAGES)
+        self.agents = NixlAgents(self.bindings, read_s)
+        self.copies = NixlCopies(self.pool, self.host, self.agents)
+
+    def lend(self, recall: Callable[[], None] = lambda: None) -> SharedPages:
+        memory = self.lent.lend(recall, is_here=False, reads_over_nixl=True)
+        assert memory is not None
+        return shared_pages_from_wire(shared_pages_to_wire(memory))
+
+    @property
+    def registered(self) -> int:
+        return sum(len(agent.registered) for agent in self.bindings.agents.values())
+
+
+@pytest.fixture
+def pool_of_threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+def ids(*pages: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(pages, np.int32)
+
+
+FROM, TO = ids(7, 8, 9, 2, 3, 0), ids(1, 2, 5, 6, 7, 10)
+
+
+def test_pages_arrive_on_the_device_and_the_others_stay() -> None:
+    pair = Pair()
+    before, lent = pair.own.read_pages(range(PAGES), HEADS), pair.lent.read_pages(range(PAGES), HEADS)
+    source = pair.copies.map(pair.lend())
+    pair.copies.copy_to_device(source, FROM, TO)
+    size = pair.own.form.page_bytes
+    came = dict(zip(TO.tolist(), FROM.tolist(), strict=True))
+    for page in range(PAGES):
+        content, first = (lent, came[page]) if page in came else (before, page)
+        assert pair.own.read_pages([page], HEADS) == content[first * size : (first + 1) * size]
+
+
+def test_pages_arrive_in_the_host_tier_as_it_lays_them_out() -> None:
+    pair = Pair()
+    source = pair.copies.map(pair.lend())
+    pair.copies.copy(source, FROM, TO)
+    for page, host_page in zip(FROM.tolist(), TO.tolist(), strict=True):
+        assert pair.host.read_page(host_page) == pair.lent.read_pages([page], HEADS)
+    others = set(range(PAGES)).difference(TO.tolist())
+    assert not any(any(pair.host.read_page(page)) for page in others)
+
+
+def test_pages_that_do_not_exist_and_pages_of_another_form_are_refused() -> None:
+    pair = Pair()
+    source = pair.copies.map(pair.lend())
+    for pages in (ids(-1), ids(PAGES), ids(PAGES - 1, PAGES)):
+        with pytest.raises(SharingError, match="no such pages"):
+            pair.copies.copy_to_device(source, pages, ids(*range(len(pages))))
+    memory = pair.lend()
+    for changed in (
+        SharedPages(memory.name, PAGES, memory.tensor_page_bytes * 2, memory.allocations, memory.tensors, True),
+        SharedPages(memory.name, PAGES, memory.tensor_page_bytes, memory.allocations, memory.tensors[1:], True),
+        SharedPages(memory.name, PAGES, memory.tensor_page_bytes, (b"x" * 64,), memory.tensors, True),
+        SharedPages(memory.name, PAGES, memory.tensor_page_bytes, (b"x",), memory.tensors, True),
+        SharedPages(memory.name, PAGES, memory.tensor_page_bytes, memory.allocations, memory.tensors),
+    ):
+        with pytest.raises(SharingError):
+            pair.copies.map(changed)
+
+
+def test_memory_is_lent_over_nixl_only_to_those_who_read_so() -> None:
+    pair = Pair()
+    assert pair.lent.lend(lambda: None) is None
+    assert pair.lent.lend(lambda: None, is_here=False) is None
+    assert pair.own.lend(lambda: None, is_here=False, reads_over_nixl=True) is None
+    assert pair.registered == 0
+    memory = pair.lend()
+    assert memory.name == pair.lent.shared_name
+
+
+def test_memory_is_not_registered_any_more_once_it_is_freed() -> None:
+    pair = Pair()
+    recalls: list[str] = []
+
+    def recall() -> None:
+        recalls.append("asked")
+        assert pair.registered > 0, "readers are asked before"
+        threading.Thread(target=pair.lent.take_back, args=(recall,)).start()
+
+    source = pair.copies.map(pair.lend(recall))
+    pair.lent.close()
+    assert recalls == ["asked"]
+    with pytest.raises(BrokenReadError):
+        pair.copies.copy_to_device(source, FROM, TO)
+    pair.copies.close()
+    assert pair.registered == 0
+    assert pair.lent.lend(lambda: None, is_here=False, reads_over_nixl=True) is None
+
+
+def test_a_rank_that_wakes_up_reads_from_those_that_it_read_from_before() -> None:
+    pair = Pair()
+    source = pair.copies.map(pair.lend())
+    pair.copies.close()
+    other = make_pool(3)
+    copies = NixlCopies(other, pair.host, pair.agents)
+    copies.copy_to_device(source, FROM, TO)
+    assert pages_of(other).read_pages(TO.tolist(), HEADS) == pair.lent.read_pages(FROM.tolist(), HEADS)
+
+
+def test_agents_are_left_with_the_last_memory_of_theirs() -> None:
+    pair = Pair()
+    first, second = (pair.copies.map(pair.lend()) for _ in range(2))
+    first.close()
+    pair.copies.copy_to_device(second, FROM, TO)
+    second.close()
+    assert not any(agent.known for agent in pair.bindings.agents.values())
+    with pytest.raises(BrokenReadError):
+        pair.copies.copy_to_device(second, FROM, TO)
+
+
+def begin_two(pair: Pair, threads: ThreadPoolExecutor) -> list[Future[None]]:
+    """Begin a read of each of two lenders; both are under way."""
+    source = pair.copies.map(pair.lend())
+    other = pages_of(make_pool(4), NixlAgents(pair.bindings))
+    memory = other.lend(lambda: None, is_here=False, reads_over_nixl=True)
+    assert memory is not None
+    sources = [source, pair.copies.map(memory)]
+    pair.bindings.gate.clear()
+    reads = [threads.submit(pair.copies.copy_to_device, each, FROM, TO) for each in sources]
+    wait_until(lambda: pair.bindings.running == 2)
+    return reads
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_read_that_breaks_ends_its_agent_before_any_of_them_returns(
+    pool_of_threads: ThreadPoolExecutor, *, is_silent: bool
+) -> None:
+    pair = Pair(read_s=0.3 if is_silent else 30.0)
+    reads = begin_two(pair, pool_of_threads)
+    reader = pair.agents._reader
+    assert reader is not None
+    agent = reader._agent
+    if not is_silent:
+        pair.bindings.broken.add(next(iter(pair.bindings.agents)))
+    for read in reads:
+        with pytest.raises(BrokenReadError):
+            read.result(30)
+        assert agent.native is None, "nothing can arrive any more"
+    pair.bindings.broken.clear()
+    pair.bindings.gate.set()
+    # Others go on with a new agent.
+    pair.copies.copy_to_device(pair.copies.map(pair.lend()), FROM, TO)
+    assert pair.own.read_pages(TO.tolist(), HEADS) == pair.lent.read_pages(FROM.tolist(), HEADS)
+
+
+def test_memory_that_reads_arrive_in_is_given_back_once_they_have_ended(pool_of_threads: ThreadPoolExecutor) -> None:
+    pair = Pair()
+    reads = begin_two(pair, pool_of_threads)
+    closed = threading.Event()
+    pool_of_threads.submit(lambda: (pair.copies.close(), closed.set()))
+    for read in reads:
+        with pytest.raises(BrokenReadError):
+            read.result(30)
+    assert closed.wait(30)
+    assert pair.bindings.running == 0
+
+
+def test_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigurationError, match="NIXL is not installed: pip install"):
+        NixlAgents()
