@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import grpc
 import pytest
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
 from common.settings.scheduler import HostTierSettings
 from common.types import GroupRole
 from deploy.supervisor.layout import PlannedGroup, Replicas
@@ -124,6 +125,37 @@ def test_groups_with_other_numbers_of_ranks_read_each_others_pages(
         asked = state(served, DECODE).disaggregation
         # Once both are measured, prompts are computed where that is faster.
         assert asked.fetched_pages > 0
+        wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE))
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed: pip install nixl-cu13"
+)
+def test_pages_that_come_over_nixl_give_the_same_tokens(tmp_path: Path, run_root: Path) -> None:
+    random = Random(19)
+    prompts = [[random.randrange(256) for _ in range(90 + 40 * number)] for number in range(6)]
+    model = save_byte_model(tmp_path, "qwen3")
+    expected = continued(model, prompts, 16)
+    settings = Settings(
+        model=ModelSettings(reference=str(model), dtype="float32"),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+        scheduler=SchedulerSettings(host_tier=HostTierSettings(pages=256), prefill_min_tokens=64),
+        worker=WorkerSettings(peer_transfers="nixl"),
+    )
+    groups = (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))
+    with contextmanager(serve)(settings, run_root, replicas=Replicas(groups=groups)) as served:
+        assert [continuation(served, prompt, 16) for prompt in prompts] == expected
+        assert state(served, DECODE).disaggregation.fetched_pages > 0
+        logged = served.deployment.logged
+        assert (logged["peer.mapped"], logged["peer.not_mapped"], logged["peer.failed"]) == (1, 0, 0)
+        wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE))
+        before = served.deployment.pid_of("worker-0")
+        served.deployment.kill("worker-0")
+        wait_until(lambda: served.deployment.pid_of("worker-0") not in (None, before))
+        wait_until(lambda: served.is_ready() and is_quiet(served, PREFILL))
+        others = [list(reversed(prompt)) for prompt in prompts]
+        assert [continuation(served, prompt, 16) for prompt in others] == continued(model, others, 16)
         wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE))
 
 
