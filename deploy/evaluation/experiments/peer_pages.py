@@ -1,4 +1,4 @@
-"""Reading a prompt's KV pages from a group on the same host: `python -m deploy.evaluation.experiments.peer_pages`.
+"""Reading a prompt's KV pages from another group: `python -m deploy.evaluation.experiments.peer_pages`.
 
 A process on one GPU lends pages of the shape of Llama-3.1-8B, 2 MiB each; this one, on another, reads them in random
 order into its host tier and to its GPU: sent over gRPC as bytes, and copied from memory that it maps. For comparison:
@@ -6,12 +6,18 @@ plain copies of as many bytes between the GPUs and to page-locked host memory, a
 on this GPU.
 
     python -m deploy.evaluation.experiments.peer_pages --pages 512
+
+On CPUs, the other process lends pages in its memory: sent over gRPC, and read over NIXL by TCP, as between hosts. Needs
+the extra `nixl`, but no GPU.
+
+    python -m deploy.evaluation.experiments.peer_pages --device cpu --pages 256
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shlex
 import sys
 import tempfile
@@ -27,7 +33,7 @@ from rich.table import Table
 from deploy.evaluation.bench.figures import Spread
 from deploy.evaluation.bench.report import output_console
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
-from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+from services.worker.engine.host_tier.nixl_agents import NixlAgents
 from tests.services.worker.peers.lender import PoolShape, Reader, address_in, start_lender
 
 if TYPE_CHECKING:
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
 
 BENCHMARK = "peer-pages"
 READER, LENDER = 0, 1
+# UCX's transports between processes of different hosts without RDMA.
+NETWORK = {"UCX_TLS": "tcp"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,11 +50,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.evaluation.experiments.peer_pages", description=__doc__)
     parser.add_argument("--pages", type=int, default=512, help="of 16 tokens each")
     parser.add_argument("--repeats", type=int, default=10, help="fewer for gRPC")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args(argv)
-    if torch.cuda.device_count() <= LENDER:
+    if arguments.device == "cpu":
+        found = asyncio.run(measure_on_cpus(arguments.pages, arguments.repeats))
+    elif torch.cuda.device_count() <= LENDER:
         parser.error("two GPUs are needed")
-    found = asyncio.run(measure(arguments.pages, arguments.repeats))
+    else:
+        found = asyncio.run(measure(arguments.pages, arguments.repeats))
     gigabytes = arguments.pages * 2 / 1024 * 1.073741824
     table = Table(title=f"{arguments.pages} pages of 2 MiB, {gigabytes:.2f} GB", title_justify="left")
     for name in ("way", "ms", "GB/s"):
@@ -67,6 +79,44 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_results(arguments.json, sheet.results)
 
 
+async def measure_on_cpus(count: int, repeats: int) -> dict[str, Spread]:
+    """Return the seconds for `count` pages by each way between two processes on CPUs."""
+    os.environ.update(NETWORK)
+    device = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        address, shape = address_in(Path(folder)), PoolShape(pages=count)
+        lender = start_lender(address, shape, device, NETWORK, over_nixl=True)
+        reader = Reader(address, shape, device, NixlAgents())
+        try:
+            await reader.start()
+            pages = np.random.default_rng(0).permutation(count).tolist()
+            found = {}
+            for way, maps, to_device, times in (
+                ("sent over gRPC", False, False, min(3, repeats)),
+                ("read over NIXL", True, False, repeats),
+                ("read over NIXL to the device's pages", True, True, repeats),
+            ):
+                found[way] = await timed_reads(reader, pages, times, maps=maps, to_device=to_device)
+            assert reader.has_mapped, "the second way was taken"
+            return found
+        finally:
+            await reader.close()
+            lender.kill()
+            lender.join()
+
+
+async def timed_reads(reader: Reader, pages: list[int], times: int, *, maps: bool, to_device: bool) -> Spread:
+    """Return the seconds for all pages."""
+    await reader.read(pages[:20], maps=maps, to_device=to_device)
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        ack = await reader.read(pages, maps=maps, to_device=to_device)
+        seconds.append(time.perf_counter() - started)
+        assert ack.done_pages == len(pages), "all pages can be read"
+    return Spread.of(seconds)
+
+
 async def measure(count: int, repeats: int) -> dict[str, Spread]:
     """Return the seconds for `count` pages by each way."""
     with tempfile.TemporaryDirectory() as folder:
@@ -82,14 +132,7 @@ async def measure(count: int, repeats: int) -> dict[str, Spread]:
                 ("copied by the GPU", True, False, repeats),
                 ("copied to this GPU's pages", True, True, repeats),
             ):
-                await reader.read(pages[:20], maps=maps, to_device=to_device)
-                seconds = []
-                for _ in range(times):
-                    started = time.perf_counter()
-                    ack = await reader.read(pages, maps=maps, to_device=to_device)
-                    seconds.append(time.perf_counter() - started)
-                    assert ack.done_pages == count, "all pages can be read"
-                found[way] = Spread.of(seconds)
+                found[way] = await timed_reads(reader, pages, times, maps=maps, to_device=to_device)
             assert reader.has_mapped, "the second way was taken"
             return {**found, **measure_copies(reader, pages, repeats)}
         finally:
@@ -100,6 +143,9 @@ async def measure(count: int, repeats: int) -> dict[str, Spread]:
 
 def measure_copies(reader: Reader, pages: Sequence[int], repeats: int) -> dict[str, Spread]:
     """Return the seconds for as many bytes by plain copies, and for collecting mapped pages on this GPU."""
+    # Imported here because it needs Triton.
+    from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+
     here, there = torch.device("cuda", READER), torch.device("cuda", LENDER)
     held = torch.empty((len(pages), *reader.host.memory.shape[1:]), dtype=reader.host.memory.dtype, device=here)
     other = torch.empty_like(held, device=there)

@@ -63,7 +63,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class MemoryPieces:
     """Runs of bytes in memory of one kind: addresses and sizes in bytes, [pieces, 2] uint64."""
 
     rows: NDArray[np.uint64]
@@ -130,7 +130,7 @@ class NixlAgents:
             self._handles[number] = handle
         base = number << ADDRESS_BITS
         try:
-            self.read(base, None, Pieces(np.array([(kind.first_address, _FIRST_BYTES)], np.uint64)))
+            self.read(base, None, MemoryPieces(np.array([(kind.first_address, _FIRST_BYTES)], np.uint64)))
         except SharingError:
             self.close(base)
             raise
@@ -143,7 +143,7 @@ class NixlAgents:
             if handle is not None and handle not in self._handles.values() and self._reader is not None:
                 self._reader.forget(handle)
 
-    def read(self, base: int, into: Pieces | None, of: Pieces) -> None:
+    def read(self, base: int, into: MemoryPieces | None, of: MemoryPieces) -> None:
         """Read pieces of memory that `open` has returned `base` for into as many here; None: to no use.
 
         When this returns or raises, nothing is written here any more.
@@ -257,14 +257,14 @@ class _Reader:
         self._bindings = bindings
         self._scratch = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         region = Region.of(self._scratch)
-        self.scratch = Pieces(np.array([(region.address, region.size)], np.uint64))
+        self.scratch = MemoryPieces(np.array([(region.address, region.size)], np.uint64))
         with _translated():
             self._agent = _Agent(bindings, [region, *regions])
         # The other agents' names, by their handles.
         self._names: dict[bytes, str] = {}
         self._lock = threading.Lock()
 
-    def read(self, handle: bytes, into: Pieces, of: Pieces, read_s: float) -> None:
+    def read(self, handle: bytes, into: MemoryPieces, of: MemoryPieces, read_s: float) -> None:
         """Read pieces, and wait for the end.
 
         Raises:

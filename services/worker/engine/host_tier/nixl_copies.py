@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.worker.engine.host_tier.nixl_agents import ADDRESS_BITS, Pieces, Region
+from services.worker.engine.host_tier.nixl_agents import ADDRESS_BITS, MemoryPieces, Region
 from services.worker.engine.host_tier.shared_pages import SLICE_BYTES, MappedPages, SharingError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class NixlCopies:
         parts = np.arange(len(source.addresses), dtype=np.uint64) * np.uint64(size)
         begins = np.uint64(self._host.memory.data_ptr()) + _ids(host_pages) * np.uint64(self._host.page_bytes)
         ones = np.ones(len(pages), np.uint64)
-        self._read(source, pages, ones, Pieces(_pieces(parts, begins, ones, size)))
+        self._read(source, pages, ones, MemoryPieces(_pieces(parts, begins, ones, size)))
 
     def copy_to_device(self, source: MappedPages, pages: PageIds, device_pages: PageIds) -> None:
         if not source.memory.over_nixl and self._mapping is not None:
@@ -84,13 +84,13 @@ class NixlCopies:
         size = source.memory.tensor_page_bytes
         begins = _ids(device_pages[starts]) * np.uint64(size)
         rows = _pieces(np.array(self._addresses, np.uint64), begins, lengths, size)
-        self._read(source, pages[starts], lengths, Pieces(rows, self._device.is_gpu, self._device.device_index))
+        self._read(source, pages[starts], lengths, MemoryPieces(rows, self._device.is_gpu, self._device.device_index))
 
     def close(self) -> None:
         """Take this rank's memory back; no copy may be under way."""
         self._agents.unregister(self._registered)
 
-    def _read(self, source: MappedPages, firsts: PageIds, lengths: NDArray[np.uint64], into: Pieces) -> None:
+    def _read(self, source: MappedPages, firsts: PageIds, lengths: NDArray[np.uint64], into: MemoryPieces) -> None:
         """Read runs of pages that begin with `firsts`, [runs] int32, and have `lengths`, [runs] pages."""
         if not len(firsts):
             return
@@ -99,7 +99,7 @@ class NixlCopies:
         addresses = np.array([address & _ADDRESS for address in source.addresses], np.uint64)
         size = source.memory.tensor_page_bytes
         rows = _pieces(addresses, _ids(firsts) * np.uint64(size), lengths, size)
-        self._agents.read(source.addresses[0] >> ADDRESS_BITS << ADDRESS_BITS, into, Pieces(rows))
+        self._agents.read(source.addresses[0] >> ADDRESS_BITS << ADDRESS_BITS, into, MemoryPieces(rows))
 
 
 def _ids(pages: PageIds) -> NDArray[np.uint64]:

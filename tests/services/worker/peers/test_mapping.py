@@ -22,6 +22,7 @@ from services.worker.engine.host_tier.shared_pages import (
     SLICE_BYTES,
     SLICES_AT_ONCE,
     Borrowers,
+    BrokenReadError,
     MappedPages,
     SharedPages,
     SharingError,
@@ -76,10 +77,12 @@ class FakeSharing:
 class Device(UnwrittenPages):
     """Pages of a lender, whose content is their number; `version` is in its upper half, as if it were overwritten."""
 
-    def __init__(self, *, can_share: bool = True) -> None:
+    def __init__(self, *, can_share: bool = True, over_nixl: bool = False) -> None:
         self.form = PageForm(((1, SLICE_BYTES // 2),), Span(0, 1), 1)
         self.version = 0
         self.can_share = can_share
+        # The only way in which it is lent.
+        self.over_nixl = over_nixl
         self.shared_name: bytes | None = None
         self.borrowers = Borrowers(recall_s=20)
 
@@ -92,10 +95,11 @@ class Device(UnwrittenPages):
     def lend(
         self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False
     ) -> SharedPages | None:
-        if not self.can_share or not self.borrowers.add(recall):
+        can_share = self.can_share and (reads_over_nixl if self.over_nixl else is_here)
+        if not can_share or not self.borrowers.add(recall):
             return None
         self.shared_name = self.shared_name or secrets.token_bytes(16)
-        return SharedPages(self.shared_name, PAGES, 4, (b"a", b"b"), ((0, 0), (1, 8)))
+        return SharedPages(self.shared_name, PAGES, 4, (b"a", b"b"), ((0, 0), (1, 8)), self.over_nixl)
 
     def take_back(self, recall: Callable[[], None]) -> None:
         self.borrowers.remove(recall)
@@ -104,7 +108,6 @@ class Device(UnwrittenPages):
 class FakeCopies:
     """Copies from the device of a test. While `gate` is cleared copies wait; `begun` are pages of all copies."""
 
-    reads_over_nixl = False
     slice_pages = 2
     direct_slice_pages = 16
 
@@ -115,8 +118,12 @@ class FakeCopies:
         self.gate = threading.Event()
         self.gate.set()
         self.begun: list[int] = []
+        # Pages of the largest copy.
+        self.largest = 0
+        self.is_broken = False
         self.running = 0
         self.is_ready = True
+        self.reads_over_nixl = False
         # Waits for passes, and how long they take.
         self.waits = 0
         self.passes_s = 0.0
@@ -128,7 +135,10 @@ class FakeCopies:
         return MappedPages(memory, self._sharing)
 
     def copy(self, source: MappedPages, pages: PageIds, host_pages: PageIds) -> None:
+        if self.is_broken:
+            raise BrokenReadError("no answer")
         self.begun += pages.tolist()
+        self.largest = max(self.largest, len(pages))
         self.running += 1
         assert self.gate.wait(30)
         assert self._sharing.open_handles, "the memory is mapped as long as copies run"
@@ -293,6 +303,44 @@ async def test_memory_that_cannot_be_mapped_is_read_as_bytes(
     assert bench.service.calls == [*(["map"] if bench.copies.is_ready else []), "read", "read"]
     assert bench.copies.begun == []
     assert bench.sharing.open_handles == []
+
+
+async def test_ranks_of_other_hosts_read_over_nixl_in_small_slices(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "this_host", lambda: "another")
+    bench.device = Device(over_nixl=True)
+    bench.copies.reads_over_nixl = True
+    assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
+    assert bench.host.pages == bench.content(ORDER)
+    assert bench.service.calls == ["map"]
+    assert bench.copies.largest == bench.copies.slice_pages, "the end of a lease waits for the slices under way"
+
+
+@pytest.mark.parametrize("who", ["lender", "reader"])
+async def test_ranks_that_do_not_both_use_nixl_send_pages_between_hosts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    monkeypatch.setattr(mapping, "this_host", lambda: "another")
+    bench.device = Device(over_nixl=who == "lender")
+    bench.shrink_pages()
+    bench.copies.reads_over_nixl = who == "reader"
+    assert (await bench.fetch(ORDER)).done_pages == PAGES
+    assert bench.host.pages == bench.content(ORDER)
+    assert bench.service.calls == ["map", "read"]
+
+
+async def test_pages_are_sent_for_a_while_once_a_read_over_nixl_has_broken(bench: Bench) -> None:
+    bench.device = Device(over_nixl=True)
+    bench.shrink_pages()
+    bench.copies.reads_over_nixl = bench.copies.is_broken = True
+    assert (await bench.fetch(ORDER)).done_pages == 0
+    bench.copies.is_broken = False
+    for _ in range(2):
+        assert (await bench.fetch(ORDER)).done_pages == PAGES
+    assert bench.host.pages == bench.content(ORDER)
+    assert bench.service.calls == ["map", "read", "read"]
+    await until(lambda: bench.sharing.open_handles == [])
 
 
 async def test_a_lease_ends_after_the_copies_that_were_permitted_and_before_others(bench: Bench) -> None:

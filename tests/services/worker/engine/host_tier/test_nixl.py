@@ -12,21 +12,28 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
+from common.settings import WorkerSettings
+from common.steps import EngineSpec, SleepLevel
+from services.worker.__main__ import make_nixl
+from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.host_tier.device_pages import DevicePages, page_form_of
 from services.worker.engine.host_tier.nixl_agents import NixlAgents
 from services.worker.engine.host_tier.nixl_copies import NixlCopies
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.shared_pages import BrokenReadError, SharedPages, SharingError
 from services.worker.engine.kernels.interface import KvLayout
+from services.worker.engine.loader import load_decoder
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool
 from services.worker.engine.parallel.shards import Span
 from services.worker.wire import shared_pages_from_wire, shared_pages_to_wire
 from tests.fakes.nixl import FakeBindings
+from tests.services.worker.engine.families import save_family
 from tests.services.worker.engine.host_tier.test_sliced_transfers import SHAPE
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 PAGES = 12
 HEADS = Span(0, SHAPE.kv_heads)
@@ -212,16 +219,46 @@ def test_a_read_that_breaks_ends_its_agent_before_any_of_them_returns(
 def test_memory_that_reads_arrive_in_is_given_back_once_they_have_ended(pool_of_threads: ThreadPoolExecutor) -> None:
     pair = Pair()
     reads = begin_two(pair, pool_of_threads)
-    closed = threading.Event()
-    pool_of_threads.submit(lambda: (pair.copies.close(), closed.set()))
+    closing = pool_of_threads.submit(pair.copies.close)
     for read in reads:
         with pytest.raises(BrokenReadError):
             read.result(30)
-    assert closed.wait(30)
+    closing.result(30)
     assert pair.bindings.running == 0
 
 
-def test_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", [SleepLevel.HOST, SleepLevel.DROPPED])
+def test_a_rank_takes_its_memory_back_before_it_sleeps_and_registers_it_again(
+    level: SleepLevel, tmp_path: Path
+) -> None:
+    save_family(tmp_path, "llama")
+    bindings = FakeBindings()
+    agents = NixlAgents(bindings)
+    spec = EngineSpec(str(tmp_path), max_rows=2, device_pages=PAGES, host_pages=4, dtype="float32")
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions("cpu", threads=1, nixl=agents))
+
+    def lend_and_read() -> None:
+        copies, device = runner.peer_copies, runner.device_pages
+        assert isinstance(copies, NixlCopies)
+        assert device is not None
+        memory = device.lend(lambda: None, is_here=False, reads_over_nixl=True)
+        assert memory is not None
+        device.take_back(device._borrowers._recalls.copy().pop())
+        copies.map(memory).close()
+        assert len({name for name, agent in bindings.agents.items() if agent.registered}) == 2
+
+    lend_and_read()
+    runner.sleep(level, keeps_host_pages=True)
+    assert not any(agent.registered for agent in bindings.agents.values())
+    runner.wake_weights(lambda *_: None)
+    runner.wake_cache()
+    lend_and_read()
+    runner.close()
+    assert not any(agent.registered for agent in bindings.agents.values())
+
+
+def test_nixl_is_used_only_if_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigurationError, match="NIXL is not installed: pip install"):
-        NixlAgents()
+    assert make_nixl(WorkerSettings()) is None
+    with pytest.raises(ConfigurationError, match=r"worker\.peer_transfers=nixl, but NIXL is not installed"):
+        make_nixl(WorkerSettings(peer_transfers="nixl"))
