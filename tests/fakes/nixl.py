@@ -34,6 +34,9 @@ class FakeBindings:
         self.gate.set()
         self.agents: dict[str, FakeAgent] = {}
         self.broken: set[str] = set()
+        # Agents of whom looking for the end of a read takes until `released`.
+        self.held: set[str] = set()
+        self.released = threading.Event()
         self.running = 0
 
     def nixlAgentConfig(self) -> SimpleNamespace:
@@ -94,6 +97,8 @@ class FakeAgent:
 
     def getXferStatus(self, number: int) -> str:
         ours, theirs, name = self.transfers[number]
+        if name in self.world.held:
+            assert self.world.released.wait(30)
         if name in self.world.broken:
             return self.world.NIXL_ERR_BACKEND
         if not self.world.gate.is_set():

@@ -6,6 +6,7 @@ NIXL authenticates no reader: those that have an agent's metadata can read, and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -14,7 +15,6 @@ import secrets
 import struct
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,16 +125,14 @@ class NixlAgents:
             SharingError: it cannot be reached.
         """
         kind = _Lent.of(handle)
-        number = next(self._numbers)
+        of = MemoryPieces(np.array([(kind.first_address, _FIRST_BYTES)], np.uint64), kind.is_gpu, kind.device_index)
+        # By an agent of its own: if it cannot be reached, reads of others do not break.
+        with contextlib.closing(_Reader(self._bindings, ())) as first:
+            first.read(handle, first.scratch, of, self._read_s)
         with self._changed:
+            number = next(self._numbers)
             self._handles[number] = handle
-        base = number << ADDRESS_BITS
-        try:
-            self.read(base, None, MemoryPieces(np.array([(kind.first_address, _FIRST_BYTES)], np.uint64)))
-        except SharingError:
-            self.close(base)
-            raise
-        return base
+        return number << ADDRESS_BITS
 
     def close(self, address: int) -> None:
         """Forget what `open` has returned."""
@@ -143,8 +141,8 @@ class NixlAgents:
             if handle is not None and handle not in self._handles.values() and self._reader is not None:
                 self._reader.forget(handle)
 
-    def read(self, base: int, into: MemoryPieces | None, of: MemoryPieces) -> None:
-        """Read pieces of memory that `open` has returned `base` for into as many here; None: to no use.
+    def read(self, base: int, into: MemoryPieces, of: MemoryPieces) -> None:
+        """Read pieces of memory that `open` has returned `base` for into as many here.
 
         When this returns or raises, nothing is written here any more.
 
@@ -157,9 +155,9 @@ class NixlAgents:
                 raise BrokenReadError("the memory is not open any more")
             kind = _Lent.of(handle)
             of = replace(of, is_gpu=kind.is_gpu, device_index=kind.device_index)
-            reader.read(handle, into or reader.scratch, of, self._read_s)
+            reader.read(handle, into, of, self._read_s)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _used_reader(self) -> Iterator[_Reader]:
         """Give the agent that reads. After an error it is closed once its last read has noticed, and they all fail.
 
@@ -329,7 +327,7 @@ class _Lent:
         return _HEADER.pack(self.is_gpu, self.device_index, self.first_address)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _translated() -> Iterator[None]:
     """Raise errors of the package as BrokenReadError."""
     try:

@@ -478,7 +478,7 @@ async def test_host_pages_are_written_no_more_once_the_stream_of_plans_has_ended
 async def test_memory_is_lent_for_a_lease_only(bench: Bench) -> None:
     with pytest.raises(PermissionDeniedError):
         await anext(bench.leases.lend(b"n" * 16, this_host()))
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match="on another host"):
         await anext(bench.leases.lend(LEASE, "another"))
     loan = bench.leases.lend(LEASE, this_host())
     memory = await anext(loan)

@@ -18,6 +18,7 @@ import torch
 from protos.gen.pando.v1 import worker_pb2
 from services.worker.engine.host_tier.nixl_agents import PACKAGES, NixlAgents
 from services.worker.engine.host_tier.nixl_copies import NixlCopies
+from services.worker.engine.host_tier.shared_pages import SharingError
 from services.worker.peers import mapping as mappings
 from tests.services.worker.peers.lender import LEASE, PoolShape, Reader, address_in, start_lender
 
@@ -133,7 +134,7 @@ async def test_memory_is_not_lent_any_more_when_its_owner_frees_it(pair: Pair) -
     kept = pair.agents.open(handle)
     await pair.reader.stub.Sleep(worker_pb2.WorkerSleepRequest(level=1))
     assert not pair.reader.has_mapped
-    with pytest.raises(mappings.SharingError):
+    with pytest.raises(SharingError):
         pair.agents.open(handle)
     pair.agents.close(kept)
     assert pair.lender.is_alive()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,6 +63,8 @@ class Pair:
     def __init__(self, read_s: float = 30.0) -> None:
         self.bindings = FakeBindings()
         self.lent = pages_of(make_pool(1), NixlAgents(self.bindings))
+        # Another lender.
+        self.other: DevicePages | None = None
         self.pool = make_pool(2)
         self.own = pages_of(self.pool)
         self.host = allocate_host_pool(self.pool, PAGES)
@@ -173,52 +176,79 @@ def test_a_rank_that_wakes_up_reads_from_those_that_it_read_from_before() -> Non
 def test_agents_are_left_with_the_last_memory_of_theirs() -> None:
     pair = Pair()
     first, second = (pair.copies.map(pair.lend()) for _ in range(2))
+    pair.copies.copy_to_device(first, FROM, TO)
+    reader = pair.agents._reader
+    assert reader is not None
     first.close()
-    pair.copies.copy_to_device(second, FROM, TO)
+    assert len(reader._agent.native.known) == 1, "the other's reads go on"
     second.close()
-    assert not any(agent.known for agent in pair.bindings.agents.values())
+    assert not reader._agent.native.known
     with pytest.raises(BrokenReadError):
         pair.copies.copy_to_device(second, FROM, TO)
 
 
-def begin_two(pair: Pair, threads: ThreadPoolExecutor) -> list[Future[None]]:
-    """Begin a read of each of two lenders; both are under way."""
-    source = pair.copies.map(pair.lend())
-    other = pages_of(make_pool(4), NixlAgents(pair.bindings))
-    memory = other.lend(lambda: None, is_here=False, reads_over_nixl=True)
-    assert memory is not None
-    sources = [source, pair.copies.map(memory)]
+def begin_two(pair: Pair, threads: ThreadPoolExecutor) -> tuple[list[Future[None]], list[str]]:
+    """Begin a read of each of two lenders; both are under way. Return them, and the names of the lenders' agents."""
+    pair.other = pages_of(make_pool(4), NixlAgents(pair.bindings))
+    memories = [pair.lend(), pair.other.lend(lambda: None, is_here=False, reads_over_nixl=True)]
+    sources = [pair.copies.map(memory) for memory in memories if memory is not None]
     pair.bindings.gate.clear()
     reads = [threads.submit(pair.copies.copy_to_device, each, FROM, TO) for each in sources]
     wait_until(lambda: pair.bindings.running == 2)
-    return reads
+    names = [
+        name for name in pair.bindings.agents if any(name.encode() in each.memory.allocations[0] for each in sources)
+    ]
+    return reads, names
 
 
-@pytest.mark.parametrize("is_silent", [True, False])
-def test_a_read_that_breaks_ends_its_agent_before_any_of_them_returns(
-    pool_of_threads: ThreadPoolExecutor, *, is_silent: bool
-) -> None:
-    pair = Pair(read_s=0.3 if is_silent else 30.0)
-    reads = begin_two(pair, pool_of_threads)
+def test_a_read_that_is_not_answered_is_given_up_and_its_agent_ends(pool_of_threads: ThreadPoolExecutor) -> None:
+    pair = Pair(read_s=0.3)
+    reads, _ = begin_two(pair, pool_of_threads)
     reader = pair.agents._reader
     assert reader is not None
-    agent = reader._agent
-    if not is_silent:
-        pair.bindings.broken.add(next(iter(pair.bindings.agents)))
     for read in reads:
         with pytest.raises(BrokenReadError):
             read.result(30)
-        assert agent.native is None, "nothing can arrive any more"
-    pair.bindings.broken.clear()
+        assert reader._agent.native is None, "nothing can arrive any more"
     pair.bindings.gate.set()
-    # Others go on with a new agent.
+    # Later reads have a new agent.
     pair.copies.copy_to_device(pair.copies.map(pair.lend()), FROM, TO)
     assert pair.own.read_pages(TO.tolist(), HEADS) == pair.lent.read_pages(FROM.tolist(), HEADS)
 
 
+def test_reads_return_together_after_one_has_broken(pool_of_threads: ThreadPoolExecutor) -> None:
+    pair = Pair()
+    reads, names = begin_two(pair, pool_of_threads)
+    pair.bindings.held.add(names[1])
+    pair.bindings.broken.add(names[0])
+    reader = pair.agents._reader
+    assert reader is not None
+    wait_until(lambda: reader.is_ending)
+    done, _ = wait(reads, timeout=0.2)
+    assert not done, "the agent ends after the last read, and no read returns before"
+    assert reader._agent.native is not None
+    pair.bindings.released.set()
+    for read in reads:
+        with pytest.raises(BrokenReadError):
+            read.result(30)
+        assert reader._agent.native is None
+
+
+def test_a_peer_that_cannot_be_reached_breaks_no_read_of_others(pool_of_threads: ThreadPoolExecutor) -> None:
+    pair = Pair()
+    reads, _ = begin_two(pair, pool_of_threads)
+    memory = pair.lend()
+    unknown = replace(memory, allocations=(memory.allocations[0][:-32] + b"x" * 32,))
+    with pytest.raises(SharingError):
+        pair.copies.map(unknown)
+    pair.bindings.gate.set()
+    for read in reads:
+        read.result(30)
+
+
 def test_memory_that_reads_arrive_in_is_given_back_once_they_have_ended(pool_of_threads: ThreadPoolExecutor) -> None:
     pair = Pair()
-    reads = begin_two(pair, pool_of_threads)
+    reads, _ = begin_two(pair, pool_of_threads)
     closing = pool_of_threads.submit(pair.copies.close)
     for read in reads:
         with pytest.raises(BrokenReadError):
@@ -244,7 +274,7 @@ def test_a_rank_takes_its_memory_back_before_it_sleeps_and_registers_it_again(
         memory = device.lend(lambda: None, is_here=False, reads_over_nixl=True)
         assert memory is not None
         device.take_back(device._borrowers._recalls.copy().pop())
-        copies.map(memory).close()
+        copies.copy_to_device(copies.map(memory), FROM, TO)
         assert len({name for name, agent in bindings.agents.items() if agent.registered}) == 2
 
     lend_and_read()
