@@ -91,6 +91,7 @@ def answering(served: Served, prompts: list[list[int]], answers: dict[int, list[
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_groups_change_with_the_load_and_every_answer_is_that_of_one_group(tmp_path: Path, run_root: Path) -> None:
     random = Random(5)
     prompts = [[random.randrange(256) for _ in range(40 + number)] for number in range(2 * ROWS)]
