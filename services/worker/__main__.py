@@ -163,7 +163,7 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: Devic
 
 
 def make_nixl(settings: WorkerSettings) -> NixlAgents | None:
-    """Return what transfers pages between groups over NIXL; None if they go otherwise.
+    """Return the transfers of pages between groups over NIXL; None if they go otherwise.
 
     Raises:
         ConfigurationError: it is not installed, or cannot be loaded.

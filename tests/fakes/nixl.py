@@ -1,4 +1,4 @@
-"""What Pando uses of NIXL's bindings, for agents of one process: reads are copies of memory."""
+"""The part of NIXL's bindings that Pando uses, for agents of one process: reads are copies of memory."""
 
 from __future__ import annotations
 

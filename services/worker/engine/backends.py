@@ -68,7 +68,7 @@ class RunnerOptions:
     graphs: bool = True
     """Whether passes on GPUs are captured as CUDA graphs; without, they run program by program, for comparison."""
     nixl: NixlAgents | None = None
-    """What reads pages of other groups, and lends them; None: CUDA IPC does on GPUs of one host, and gRPC elsewhere."""
+    """Reads pages of other groups, and lends them; None: CUDA IPC does on GPUs of one host, and gRPC elsewhere."""
 
 
 def select_device(options: RunnerOptions) -> torch.device:

@@ -247,7 +247,7 @@ class _Agent:
 
 
 class _Reader:
-    """The agent that reads. `users`: reads under way; `is_ending`: they shall fail."""
+    """The agent that reads. `users`: reads under way; `is_ending`: they fail."""
 
     def __init__(self, bindings: Any, regions: Iterable[Region]) -> None:  # Any: the package has no types
         self.users = 0
