@@ -53,12 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args(argv)
-    if arguments.device == "cpu":
-        found = asyncio.run(measure_on_cpus(arguments.pages, arguments.repeats))
-    elif torch.cuda.device_count() <= LENDER:
+    on_cpus = arguments.device == "cpu"
+    if not on_cpus and torch.cuda.device_count() <= LENDER:
         parser.error("two GPUs are needed")
-    else:
-        found = asyncio.run(measure(arguments.pages, arguments.repeats))
+    found = asyncio.run(measure(arguments.pages, arguments.repeats, on_cpus=on_cpus))
     gigabytes = arguments.pages * 2 / 1024 * 1.073741824
     table = Table(title=f"{arguments.pages} pages of 2 MiB, {gigabytes:.2f} GB", title_justify="left")
     for name in ("way", "ms", "GB/s"):
@@ -79,26 +77,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_results(arguments.json, sheet.results)
 
 
-async def measure_on_cpus(count: int, repeats: int) -> dict[str, Spread]:
-    """Return the seconds for `count` pages by each way between two processes on CPUs."""
-    os.environ.update(NETWORK)
-    device = torch.device("cpu")
+async def measure(count: int, repeats: int, *, on_cpus: bool) -> dict[str, Spread]:
+    """Return the seconds for `count` pages by each way, between two processes on GPUs or CPUs."""
+    shape = PoolShape(pages=count)
     with tempfile.TemporaryDirectory() as folder:
-        address, shape = address_in(Path(folder)), PoolShape(pages=count)
-        lender = start_lender(address, shape, device, NETWORK, over_nixl=True)
-        reader = Reader(address, shape, device, NixlAgents())
+        address = address_in(Path(folder))
+        if on_cpus:
+            os.environ.update(NETWORK)
+            mapped, direct = "read over NIXL", "read over NIXL to the device's pages"
+            device = torch.device("cpu")
+            lender = start_lender(address, shape, device, NETWORK, over_nixl=True)
+            reader = Reader(address, shape, device, NixlAgents())
+        else:
+            mapped, direct = "copied by the GPU", "copied to this GPU's pages"
+            lender = start_lender(address, shape, LENDER)
+            reader = Reader(address, shape, torch.device("cuda", READER))
         try:
             await reader.start()
             pages = np.random.default_rng(0).permutation(count).tolist()
-            found = {}
-            for way, maps, to_device, times in (
-                ("sent over gRPC", False, False, min(3, repeats)),
-                ("read over NIXL", True, False, repeats),
-                ("read over NIXL to the device's pages", True, True, repeats),
-            ):
-                found[way] = await timed_reads(reader, pages, times, maps=maps, to_device=to_device)
+            found = {
+                "sent over gRPC": await timed_reads(reader, pages, min(3, repeats), maps=False, to_device=False),
+                mapped: await timed_reads(reader, pages, repeats, maps=True, to_device=False),
+                direct: await timed_reads(reader, pages, repeats, maps=True, to_device=True),
+            }
             assert reader.has_mapped, "the second way was taken"
-            return found
+            return found if on_cpus else {**found, **measure_copies(reader, pages, repeats)}
         finally:
             await reader.close()
             lender.kill()
@@ -115,30 +118,6 @@ async def timed_reads(reader: Reader, pages: list[int], times: int, *, maps: boo
         seconds.append(time.perf_counter() - started)
         assert ack.done_pages == len(pages), "all pages can be read"
     return Spread.of(seconds)
-
-
-async def measure(count: int, repeats: int) -> dict[str, Spread]:
-    """Return the seconds for `count` pages by each way."""
-    with tempfile.TemporaryDirectory() as folder:
-        address, shape = address_in(Path(folder)), PoolShape(pages=count)
-        lender = start_lender(address, shape, LENDER)
-        reader = Reader(address, shape, torch.device("cuda", READER))
-        try:
-            await reader.start()
-            pages = np.random.default_rng(0).permutation(count).tolist()
-            found = {}
-            for way, maps, to_device, times in (
-                ("sent over gRPC", False, False, min(3, repeats)),
-                ("copied by the GPU", True, False, repeats),
-                ("copied to this GPU's pages", True, True, repeats),
-            ):
-                found[way] = await timed_reads(reader, pages, times, maps=maps, to_device=to_device)
-            assert reader.has_mapped, "the second way was taken"
-            return {**found, **measure_copies(reader, pages, repeats)}
-        finally:
-            await reader.close()
-            lender.kill()
-            lender.join()
 
 
 def measure_copies(reader: Reader, pages: Sequence[int], repeats: int) -> dict[str, Spread]:

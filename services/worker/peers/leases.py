@@ -149,7 +149,7 @@ class PageLeases:
             raise InvalidRequestError(f"this rank does not hold the KV heads [{heads.start}, {heads.stop})")
         async with contextlib.aclosing(one_ahead(self._contents(held, source, pages, heads))) as contents:
             async for content in contents:
-                # Also if it ended after they had been copied.
+                # Also if it ended while, or after, they were copied.
                 if held.has_ended:
                     raise PermissionDeniedError("the lease has ended")
                 yield content
@@ -256,7 +256,7 @@ class PageLeases:
         for first in range(0, len(pages), at_once):
             some = pages[first : first + at_once]
             content = await self._copy(held, partial(source.read_pages, some, heads))
-            if held.has_ended or len(content) != len(some) * page_bytes:
+            if len(content) != len(some) * page_bytes:
                 raise PermissionDeniedError("the lease has ended")
             yield content
 

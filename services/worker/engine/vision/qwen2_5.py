@@ -144,7 +144,7 @@ class Qwen25Encoder:
     def run(self, prepared: PreparedPatches) -> torch.Tensor:
         """Return the embeddings [embeddings, width] of prepared images, one image after the other.
 
-        Nothing comes from the host's memory, so a CUDA graph can have all of it.
+        After a first run, nothing comes from the host's memory, so a CUDA graph can have all of it.
         """
         config, kernels, square, order = self.config, self._kernels, self.config.merge**2, prepared.order
         # Squares of patches that attend to each other are neighbours from here on.
