@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import triton
 
-from services.worker.engine.kernels.gpu.adapter_programs import HEAD, OF_PART, expand, expand_and_gate, look_up, shrink
+from services.worker.engine.kernels.gpu.adapter_programs import (
+    HEAD,
+    OF_PART,
+    expand,
+    expand_and_gate,
+    look_up,
+    shrink,
+    sort_tokens,
+)
 from services.worker.engine.kernels.gpu.dependent_launch import launch_options
 from services.worker.engine.kernels.gpu.elementwise import ACTIVATIONS
 
@@ -35,6 +43,8 @@ _ROW_OF_RANKS = 32
 # Up to so many tokens, tiles are the smallest that tensor cores take.
 _FEW_TOKENS = 256
 _FEW_ROWS, _MANY_ROWS = 16, 64
+# Of few tokens, so many are sorted by one program, and tiles of so many lines are made at a time.
+_SORTED_BY_ONE, _LINES_AT_ONCE = 32, 32
 # Ranks at a time of the second product.
 _RANKS = 16
 # Of many tokens, only as many programs share a token's inputs as give each multiprocessor some work.
@@ -104,12 +114,21 @@ class TokenTiles:
         """Sort tokens [tokens] int32 with slots below `count`, or -1 for none, without waiting for the device."""
         tokens, device = slots.shape[0], slots.device
         rows = _FEW_ROWS if tokens <= _FEW_TOKENS else _MANY_ROWS
+        most = min(tokens, tokens // rows + min(tokens, count + 1))
+        if rows == _FEW_ROWS:
+            order = torch.empty(tokens, dtype=torch.int64, device=device)
+            places = torch.empty(most, 4, dtype=torch.int32, device=device)
+            sort_tokens[(triton.cdiv(tokens, _SORTED_BY_ONE),)](
+                slots, order, places, tokens, most,
+                ADAPTERS=count, ROWS=rows, MOST=_FEW_TOKENS, OWN=_SORTED_BY_ONE, LINES=_LINES_AT_ONCE,
+            )  # fmt: skip
+            return cls(order, places, rows)
         lines = slots + 1
         every = torch.arange(count + 1, dtype=torch.int32, device=device)
         sizes = (lines[None, :] == every[:, None]).sum(1)
         stops, tiles = sizes.cumsum(0), (sizes + rows - 1) // rows
         ends = tiles.cumsum(0)
-        number = torch.arange(min(tokens, tokens // rows + min(tokens, count + 1)), device=device)
+        number = torch.arange(most, device=device)
         line = torch.searchsorted(ends, number, right=True)
         is_used = line <= count
         line = line.clamp(max=count)

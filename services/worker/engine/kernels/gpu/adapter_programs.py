@@ -15,6 +15,47 @@ HEAD = tl.constexpr(2)
 OF_PART = tl.constexpr(5)
 
 
+@triton.jit(do_not_specialize=["tokens", "count"], do_not_specialize_on_alignment=["slots"])
+def sort_tokens(
+    slots, order, tiles, tokens, count,
+    ADAPTERS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, OWN: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Write the order of `tokens` tokens with slots below ADAPTERS, or -1, and the `count` tiles of ROWS tokens.
+
+    Each program has OWN of the MOST tokens; the first one writes the tiles, of LINES lines at a time.
+    """
+    every = tl.arange(0, MOST)
+    # Beyond all lines where there is no token.
+    lines = tl.load(slots + every, mask=every < tokens, other=ADAPTERS) + 1
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    own_lines = tl.load(slots + own, mask=own < tokens, other=ADAPTERS) + 1
+    is_before = lines[None, :] < own_lines[:, None]
+    is_before |= (lines[None, :] == own_lines[:, None]) & (every[None, :] < own[:, None])
+    tl.store(order + tl.sum(is_before.to(tl.int32), axis=1), own.to(tl.int64), mask=own < tokens)
+    if tl.program_id(0) == 0:
+        stop, used = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        for begin in range(0, ADAPTERS + 1, LINES):
+            line = begin + tl.arange(0, LINES)
+            is_member = (lines[None, :] == line[:, None]) & (line <= ADAPTERS)[:, None]
+            sizes = tl.sum(is_member.to(tl.int32), axis=1)
+            stops, own_tiles = stop + tl.cumsum(sizes, axis=0), tl.cdiv(sizes, ROWS)
+            ends = used + tl.cumsum(own_tiles, axis=0)
+            number = tl.arange(0, MOST // ROWS)[None, :]
+            first = (stops - sizes)[:, None] + number * ROWS
+            tile = tiles + ((ends - own_tiles)[:, None] + number) * 4
+            mask = number < own_tiles[:, None]
+            tl.store(tile, tl.broadcast_to(line[:, None], first.shape), mask=mask)
+            tl.store(tile + 1, first, mask=mask)
+            tl.store(tile + 2, tl.minimum(first + ROWS, stops[:, None]), mask=mask)
+            stop += tl.sum(sizes)
+            used += tl.sum(own_tiles)
+        tile = tiles + every * 4
+        is_unused = (every >= used) & (every < count)
+        for column in tl.static_range(3):
+            tl.store(tile + column, tl.zeros_like(every), mask=is_unused)
+        tl.store(tile + 3, tl.zeros_like(every) + used, mask=every < count)
+
+
 @triton.jit(do_not_specialize=["count", "most_ranks", "steps"])
 def shrink(
     inputs, order, tiles, table, partial, count, most_ranks, steps, width, stride_token_in,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
@@ -177,10 +177,19 @@ def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
     assert not results(adapters, slots, inputs, inputs.new_zeros(4, sum(HEIGHTS)), token_ids)[0].any()
 
 
+@st.composite
+def slots_of_tokens(draw: st.DrawFn) -> tuple[int, list[int]]:
+    count = draw(st.sampled_from((1, 7, 31, 32, 100)))
+    return count, draw(st.lists(st.integers(-1, count - 1), min_size=1, max_size=draw(st.sampled_from((40, 400)))))
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-1, 6), min_size=1, max_size=400))
-def test_tiles_have_every_token_once(of_tokens: list[int]) -> None:
-    made = TokenTiles.of(torch.tensor(of_tokens, dtype=torch.int32), 7)
+@given(slots_of_tokens())
+@example((2, [1] * 256))
+@example((1, [-1]))
+def test_tiles_have_every_token_once(device: torch.device, case: tuple[int, list[int]]) -> None:
+    slots, of_tokens = case
+    made = TokenTiles.of(torch.tensor(of_tokens, dtype=torch.int32).to(device), slots)
     seen, used, lines, counts = [], [], [], set()
     for line, first, stop, count in made.tiles.tolist():
         used.append(stop > first)
@@ -194,6 +203,7 @@ def test_tiles_have_every_token_once(of_tokens: list[int]) -> None:
     assert counts == {sum(used)}
     assert lines == sorted(lines)
     assert sorted(seen) == list(range(len(of_tokens)))
+    assert seen == sorted(seen, key=lambda token: (of_tokens[token], token))
 
 
 class _Interpreted(GpuBackend):

@@ -302,7 +302,11 @@ def adapter_sizes() -> list[int]:
             (adapter_products._MANY_OF_ONE, adapter_products._MANY_OF_SEVERAL),
         ),
     )
-    sizes = []
+    sorting: Constants = {"ROWS": 16, "MOST": 256, "OWN": 32, "LINES": 32}
+    sizes = [
+        build(adapter_programs.sort_tokens, "*i32 *i64 *i32 i32 i32", 4, ADAPTERS=adapters, **sorting)
+        for adapters in (8, 64)
+    ]
     for rows, shares, ((plain, gated), shrinking) in ((16, 2, few), (16, 8, few), (64, 1, many)):
         tiles: Constants = {"COLUMNS": 17, "ROWS": rows}
         how: Constants = {"OVERLAPS": rows == 16, "NARROW": rows == 16}
