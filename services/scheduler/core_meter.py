@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.tracing import exemplar_of
 from services.scheduler import metrics
 from services.scheduler.cache_meter import TierMeter
 
 if TYPE_CHECKING:
-    from common.steps import EngineCapacity
+    from common.steps import EngineCapacity, StepPlan
     from services.scheduler.cache_meter import CacheMeter
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.image_work import ImageWork
 
 
 class CoreMeter:
-    """Exports one core's queue, rows, images, sessions and cache."""
+    """Exports one core's queue, rows, images, sessions and cache, and counts what starts."""
 
     def __init__(self, core: SchedulerCore, cache_meter: CacheMeter, capacity: EngineCapacity) -> None:
         """Start with nothing exported; `capacity` is that of the workers."""
@@ -47,6 +48,20 @@ class CoreMeter:
         self._cache_meter.export(core.memory.cache)
         if core.memory.loads is not None:
             self._tier_meter.export(core.memory.loads)
+
+    def note_starts(self, plan: StepPlan) -> None:
+        """Count the sequences that start with a plan: prompts, what was cached of them, and how long they waited."""
+        for opened in plan.opens:
+            sequence = self._core.rows.sequences[opened.row]
+            if sequence is None or sequence.retractions or sequence.started_at is None:
+                continue
+            metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
+            metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
+            if not sequence.is_batch:
+                exemplar = exemplar_of(sequence.request.options.trace)
+                metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at, exemplar)
+            if sequence.lock is not None:
+                self._cache_meter.note_start(sequence, sequence.lock)
 
     def _export_images(self, images: ImageWork) -> None:
         encodings, outputs = images.encodings, images.outputs

@@ -12,7 +12,6 @@ from common.errors import UnavailableError
 from common.limits import Limits, changes, load_limits
 from common.logs import get_logger
 from common.reloading import Reloading
-from common.tracing import exemplar_of
 from common.types import Admission, GroupRole, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
@@ -29,6 +28,7 @@ from services.scheduler.group import GroupState
 from services.scheduler.group_roles import GroupRoles
 from services.scheduler.memory_checks import MemoryChecks
 from services.scheduler.past_decisions import PastDecisions
+from services.scheduler.plan_pacing import PlanPacing
 from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.timelines import Timelines
 
@@ -107,6 +107,7 @@ class SchedulerLoop:
         self._outlets: Outlets | None = None
         self._audit = audit or NoAudit()
         self._wake = asyncio.Event()
+        self._pacing = PlanPacing(clock, self._wake_later, holds_back=settings.late_planning)
         # Changes of the core that were interrupted, which end `run`.
         self.broken = BrokenStates()
         self._recovery = GrammarRecovery(self.prepare, self._wake.set)
@@ -430,6 +431,7 @@ class SchedulerLoop:
         metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids) + len(result.accepted_token_ids))
         if result.last:
             metrics.STEPS_TOTAL.inc()
+            self._pacing.ended()
         self._wake.set()
 
     def on_transfer(self, ack: TransferAck) -> None:
@@ -445,6 +447,7 @@ class SchedulerLoop:
         """
         metrics.GROUP_READY.set(self.is_sleeping)
         self._recovery.stop()
+        self._pacing.lost()
         if self.core is None:
             return
         if out_of_memory:
@@ -495,11 +498,18 @@ class SchedulerLoop:
     def _can_reach(self, reply_to: ReplyTo) -> bool:
         return self._outlets is not None and self._outlets.can_reach(reply_to)
 
+    def _has_room(self, core: SchedulerCore) -> bool:
+        is_early = core.config.micro_batches == 1 and self._pacing.is_early()
+        return core.in_flight < core.config.plans_in_flight and not is_early
+
+    def _wake_later(self, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self._wake.set)
+
     def _turn(self) -> None:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
         if self.core is None or self._group is None:
             return
-        if self.can_serve and (self.core.in_flight < self.core.config.plans_in_flight or self.core.overtakes):
+        if self.can_serve and (self._has_room(self.core) or self.core.overtakes):
             started = time.thread_time()
             encodings = self.core.memory.images.encodings
             encodings.room = self.encoders.room if self.encoders else 0
@@ -509,25 +519,14 @@ class SchedulerLoop:
                 self.encoders.start(self.core, encoding)
             if plan is not None:
                 self._group.send(plan)
-                for opened in plan.opens:
-                    self._count_start(self.core, int(opened.row))
+                self._pacing.sent(self.core.expected_s)
+                if self._core_meter is not None:
+                    self._core_meter.note_starts(plan)
                 self._step_cpu_s += time.thread_time() - started
                 metrics.STEP_CPU_SECONDS.observe(self._step_cpu_s)
                 self._step_cpu_s = 0.0
                 self._wake.set()
         self._push()
-
-    def _count_start(self, core: SchedulerCore, row: int) -> None:
-        sequence = core.rows.sequences[row]
-        if sequence is None or sequence.retractions or sequence.started_at is None:
-            return
-        metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
-        metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
-        if not sequence.is_batch:
-            exemplar = exemplar_of(sequence.request.options.trace)
-            metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at, exemplar)
-        if self.meter is not None and sequence.lock is not None:
-            self.meter.note_start(sequence, sequence.lock)
 
     def _push(self) -> None:
         """Push collected output to the detokenizers; that for unreachable ones is discarded."""

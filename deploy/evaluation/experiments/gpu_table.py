@@ -141,6 +141,21 @@ PARTS = (
         "llama-3.1-8b",
         settings=ONLINE,
     ),
+    *(
+        TablePart(
+            f"online-{name}",
+            tuple(
+                f"{ONLINE_LOAD} --json {{json}} --rate {rate} --requests {60 * rate} --label '{rate} requests/s, {label}'"
+                for rate in (8, 12, 14, 16)
+            ),
+            "llama-3.1-8b",
+            settings=(*ONLINE, *settings),
+        )
+        for name, label, settings in (
+            ("ahead", "planned a pass ahead", ()),
+            ("late", "planned late", ("scheduler.late_planning=true",)),
+        )
+    ),
     *(layout.part for layout in GROUP_LAYOUTS),
     TablePart("w1-shares", (f"{SHARES} --label w1 -- pando bench offline --no-cache",), "llama-3.1-8b"),
     TablePart(

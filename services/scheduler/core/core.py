@@ -110,6 +110,8 @@ class SchedulerCore:
         self._image_room = SharedRoom(config.vision.open_bytes, "open with images", RETRY_AFTER_MS)
         # Plans in flight, oldest first: whether the workers abandon them when an interactive sequence comes.
         self._in_flight: deque[bool] = deque()
+        # Seconds that the newest plan is expected to take; 0: not known, or it computes no prompts.
+        self.expected_s = 0.0
         self.finished_steps = 0
         self.sessions = Sessions(self.memory, config.sessions, self._image_room)
         self.exports = Exports(self.memory)
@@ -418,7 +420,7 @@ class SchedulerCore:
         )
         if plan is not None:
             self._in_flight.append(plan.can_abandon)
-            self._results.expect(plan, encodes=self.memory.images.planned > 0)
+            self.expected_s = self._results.expect(plan, encodes=self.memory.images.planned > 0)
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]
                 assert sequence is not None, "the plan has just opened it"

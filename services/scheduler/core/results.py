@@ -75,9 +75,18 @@ class ResultHandler:
         # Number of jump-forward tokens.
         self.jumped_tokens = 0
 
-    def expect(self, plan: StepPlan, *, encodes: bool) -> None:
-        """Record the chunks of a plan that is being sent, and whether it encodes images."""
+    def expect(self, plan: StepPlan, *, encodes: bool) -> float:
+        """Record the chunks of a plan that is being sent, and whether it encodes images.
+
+        Return the seconds that it will take, if it computes prompts without images, and prefill was measured; else 0.
+        """
         self._expected[plan.step_id] = _Expected(plan.prefills, self._rows.vacated, encodes)
+        if encodes or self._load_costs is None:
+            return 0.0
+        prefill_s = self._load_costs.prefill_s(sum(chunk.length for chunk in plan.prefills))
+        # Rows whose prompts the plan completes count as decoding.
+        decodes = prefill_s and self._rows.decoding.sum() > self._rows.decoding[[c.row for c in plan.prefills]].sum()
+        return prefill_s + (plan.steps * (self.decode_step_s or 0.0) if decodes else 0.0)
 
     def forget_all(self) -> None:
         """Drop the records of plans in flight, as the workers that had them are gone."""
