@@ -72,7 +72,7 @@ OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {jso
 THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch1")
 # Near what a GPU can do, when requests happen to come decides how long they wait: they come alike in every run.
 POISSON_LOAD = "pando bench serve --url {url} --input-tokens %d --output-tokens 256 --warmup 16 --seed %d"
-ONLINE_LOAD = POISSON_LOAD % (1784, 1)
+ONLINE_RATES = (8, 12, 14, 16)
 # Tokens of the prompts, arrivals per second, and requests in about 25 s. Each load has a seed of its own, as prompts of
 # the same one would be cached.
 GROUP_LOADS = ((8192, 3, 75), (1784, 16, 400), (8192, 4.5, 110), (1784, 22, 540))
@@ -107,6 +107,11 @@ def _rising(tokens: int, *rates: float) -> tuple[tuple[int, float, int], ...]:
     return tuple((tokens, rate, round(25 * rate)) for rate in rates)
 
 
+def _online_load(rate: int) -> str:
+    """Return the command of a minute at `rate`, which is also its seed: prompts of another one would be cached."""
+    return f"{POISSON_LOAD % (1784, rate)} --json {{json}} --rate {rate} --requests {60 * rate}"
+
+
 GROUP_LAYOUTS = (
     GroupLayout("two groups", "both=2"),
     GroupLayout("prefill and decode", "prefill=1,decode=1"),
@@ -134,9 +139,8 @@ PARTS = (
     TablePart(
         "online",
         (
-            f"{ONLINE_LOAD} --json {{json}} --rate 8 --requests 480 --label '8 requests/s'",
-            f"{ONLINE_LOAD} --json {{json}} --rate 16 --requests 960 --label '16 requests/s'",
-            f"{SHARES} --label '256 streams' -- {ONLINE_LOAD} --concurrency 256 --requests 512",
+            *(f"{_online_load(rate)} --label '{rate} requests/s'" for rate in (8, 16)),
+            f"{SHARES} --label '256 streams' -- {POISSON_LOAD % (1784, 1)} --concurrency 256 --requests 512",
         ),
         "llama-3.1-8b",
         settings=ONLINE,
@@ -144,14 +148,11 @@ PARTS = (
     *(
         TablePart(
             f"online-{name}",
-            tuple(
-                f"{ONLINE_LOAD} --json {{json}} --rate {rate} --requests {60 * rate} --label '{rate} requests/s, {label}'"
-                for rate in (8, 12, 14, 16)
-            ),
+            tuple(f"{_online_load(rate)} --label '{rate} requests/s, {when}'" for rate in ONLINE_RATES),
             "llama-3.1-8b",
             settings=(*ONLINE, *settings),
         )
-        for name, label, settings in (
+        for name, when, settings in (
             ("ahead", "planned a pass ahead", ()),
             ("late", "planned late", ("scheduler.late_planning=true",)),
         )

@@ -1,9 +1,9 @@
 """A queueing model of one GPU: first tokens and gaps that its times of passes allow, by when passes are planned.
 
-Run as `python -m deploy.evaluation.experiments.queueing_model [--rates 8 16] [--json FILE]`. Requests arrive as in
-`pando bench serve` with the same seed and number of requests, so each figure is of the arrivals that were measured. A
-pass takes what `CostModel` says of an H200 and the 8B shape; everything else takes no time. Planning a pass when it
-begins is the floor. Planned a pass ahead, who arrives during a pass is in the one after the next. Planned late, as with
+Run as `python -m deploy.evaluation.experiments.queueing_model [--rates 8 16] [--json FILE]`. Requests arrive as those
+of `gpu_table online-ahead online-late` at the same rate, so figures are of the arrivals that are measured there. A pass
+takes what `CostModel` says of an H200 and the 8B shape; everything else takes no time. Planning a pass when it begins
+is the floor. Planned a pass ahead, who arrives during a pass is in the one after the next. Planned late, as with
 `scheduler.late_planning`, plans are made a share of the pass before its end.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BENCHMARK, MODEL = "queueing-model", "llama-3.1-8b"
-# Of the load that `gpu_table online` measures.
-PROMPT, OUTPUT, SEED, SECONDS = 1784, 256, 1, 60.0
+# Of the loads that `gpu_table` measures, whose seeds are their rates.
+PROMPT, OUTPUT, SECONDS = 1784, 256, 60.0
 STEP_TOKENS = 3584
 # Plans are made as early as they would be if passes ended this share of their time before they were expected to.
 EARLY_SHARE = 0.05
@@ -131,15 +131,15 @@ class ModelFigure:
 
 
 def figures(rate: float, planned: PlannedWhen, seeds: Sequence[int], step_tokens: int) -> list[ModelFigure]:
-    """Return percentiles in ms for a rate: medians over seeds of arrivals."""
+    """Return percentiles in ms for a rate: medians over seeds of arrivals. Without seeds, the rate is the only one."""
     gpus = []
-    for seed in seeds:
+    for seed in seeds or (round(rate),):
         gpus.append(ModelledGpu(CostModel(), planned, step_tokens))
         gpus[-1].run(gamma_arrivals(round(rate * SECONDS), rate, seed=seed))
     label = f"{rate:g} requests/s, planned {planned}"
     return [
-        ModelFigure(label, f"{name}_p{percent}", 1e3 * median(float(np.percentile(of(gpu), percent)) for gpu in gpus))
-        for name, of in (("ttft", lambda gpu: gpu.ttft), ("itl", lambda gpu: gpu.itl))
+        ModelFigure(label, f"{name}_p{percent}", 1e3 * median(float(np.percentile(each, percent)) for each in times))
+        for name, times in (("ttft", [gpu.ttft for gpu in gpus]), ("itl", [gpu.itl for gpu in gpus]))
         for percent in (50, 99)
     ]
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print; with `--json` also keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", type=float, default=[8.0, 12.0, 14.0, 16.0], help="(8 12 14 16)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[SEED], help="of arrivals: medians of several (1)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="of arrivals: medians of several (the rate)")
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="most tokens of a pass (%(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
