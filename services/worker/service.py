@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
+from common.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    PandoError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from common.types import EncoderOutputId
 from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_from_wire
@@ -19,6 +25,7 @@ from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
 from services.worker.engine.parallel.shards import Span
 from services.worker.grammars.process import check_installed, is_installed
+from services.worker.peers.leases import MappedReads
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
 from services.worker.row_spans import RowSpans
@@ -236,14 +243,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ReadMappedPagesRequest], context: Context
     ) -> AsyncIterator[worker_pb2.ReadMappedPagesResponse]:
         """Permit a worker to read pages that it has mapped, and confirm what it has read."""
-        first = await anext(request_iterator, worker_pb2.ReadMappedPagesRequest())
-        reports = (request.read_pages async for request in request_iterator)
-        permissions = self._rank.leases.follow_reader(
-            first.lease, first.memory, list(first.device_pages), reports, to_device=first.to_device
-        )
-        async with contextlib.aclosing(permissions) as steps:
-            async for step in steps:
-                yield worker_pb2.ReadMappedPagesResponse(permitted_pages=step.permitted, confirmed_pages=step.confirmed)
+        with contextlib.closing(MappedReads(self._rank.leases)) as reads:
+            async for request in request_iterator:
+                if request.ends:
+                    reads.end(request.read)
+                else:
+                    yield _permit(reads, request)
 
     async def Encode(  # noqa: N802
         self, request: worker_pb2.EncodeRequest, context: Context
@@ -332,3 +337,22 @@ async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: ExecuteSessi
         session.end(error)
     else:
         session.finish_input()
+
+
+def _permit(reads: MappedReads, request: worker_pb2.ReadMappedPagesRequest) -> worker_pb2.ReadMappedPagesResponse:
+    """Begin a read or note its report; a refusal is an answer, as other reads of the call go on."""
+    number = request.read
+    try:
+        if request.lease:
+            step = reads.begin(number, request.lease, request.memory, request.device_pages, to_device=request.to_device)
+        else:
+            step = reads.report(number, request.read_pages)
+    except PermissionDeniedError as error:
+        refusal, reason = worker_pb2.READ_REFUSAL_LEASE, str(error)
+    except InvalidRequestError as error:
+        refusal, reason = worker_pb2.READ_REFUSAL_REQUEST, str(error)
+    else:
+        return worker_pb2.ReadMappedPagesResponse(
+            permitted_pages=step.permitted, confirmed_pages=step.confirmed, read=number
+        )
+    return worker_pb2.ReadMappedPagesResponse(read=number, refusal=refusal, reason=reason)

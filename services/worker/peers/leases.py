@@ -1,7 +1,7 @@
 """Pages of this rank's device that workers of other groups may read, by the leases of its scheduler.
 
 Reading ends before a lease does, in two ways. Where this process copies the pages (`read`), it knows when a copy is
-over. Where a reader copies them itself, from memory that it has mapped (`follow_reader`), this process permits it a few
+over. Where a reader copies them itself, from memory that it has mapped (`MappedRead`), this process permits it a few
 milliseconds of copies at a time, and the reader reports each: `revoke` waits for the reports of what was permitted.
 
 Of a reader that is killed, or whose connection breaks, no report comes. Then `revoke` waits `LINGER_S`, far longer than
@@ -31,7 +31,7 @@ from services.worker.engine.host_tier.shared_pages import DIRECT_SLICE_BYTES, RE
 from services.worker.peers.one_ahead import one_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
     from services.worker.engine.execution.interface import DevicePageBytes
     from services.worker.engine.host_tier.shared_pages import SharedPages
@@ -42,7 +42,9 @@ LEASE_BYTES = 16
 ENDED_LEASES = 4096
 # Bytes of a message with pages: far below gRPC's limit, and enough to hide the cost of a message.
 MESSAGE_BYTES = 4 << 20
-# Longest time for a report of a reader that copies pages itself, and the wait for its copies if it reports no more.
+# Longest time for a report of a reader that copies pages itself.
+SILENCE_S = 2.0
+# Wait for its copies if it reports no more.
 LINGER_S = 2.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -83,6 +85,113 @@ class Permission:
     confirmed: int
 
 
+class MappedRead:
+    """A reader's copies of pages under a lease. All methods belong to the event loop.
+
+    The reader may copy what is permitted until it reports that, or ends the read. If it does neither for `silence_s`
+    seconds, or its connection breaks, its copies count as under way for `linger_s` seconds.
+    """
+
+    def __init__(self, lease: _Lease, pages: int, window: int, silence_s: float, linger_s: float) -> None:
+        """Permit the first `window` of `pages` pages."""
+        self._lease = lease
+        self._pages = pages
+        self._window = window
+        self._silence_s = silence_s
+        self._linger_s = linger_s
+        self._read = self._confirmed = 0
+        self._permitted = min(window, pages)
+        self._silence: asyncio.TimerHandle | None = None
+        self.is_over = not pages
+        if not self.is_over:
+            lease.begin_reading()
+            self._await_report()
+
+    @property
+    def permission(self) -> Permission:
+        """What may be read and used now."""
+        return Permission(self._permitted, self._confirmed)
+
+    def report(self, read: int) -> Permission:
+        """Note that the first `read` pages have been copied, of those permitted before; permit further ones.
+
+        Raises:
+            PermissionDeniedError: the lease has ended, and all that it permitted has been copied.
+            InvalidRequestError: the report is not possible, so that the reader's copies are not known.
+        """
+        if self.is_over or not self._read < read <= self._permitted:
+            self.break_off()
+            raise InvalidRequestError("the reader does not report what it has read")
+        self._read = read
+        if not self._lease.has_ended:
+            self._permitted, self._confirmed = min(read + self._window, self._pages), read
+        if self._read < self._permitted:
+            self._await_report()
+            return self.permission
+        self.end()
+        if self._confirmed < self._pages:
+            raise PermissionDeniedError("the lease has ended")
+        return self.permission
+
+    def end(self) -> None:
+        """Let the lease end: the reader has stated that none of its copies is under way."""
+        if not self.is_over:
+            self._finish()
+            self._lease.end_reading()
+
+    def break_off(self) -> None:
+        """Let the lease end later: the reader states nothing any more."""
+        if not self.is_over:
+            self._finish()
+            asyncio.get_running_loop().call_later(self._linger_s, self._lease.end_reading)
+
+    def _finish(self) -> None:
+        self.is_over = True
+        if self._silence is not None:
+            self._silence.cancel()
+
+    def _await_report(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = asyncio.get_running_loop().call_later(self._silence_s, self.break_off)
+
+
+class MappedReads:
+    """The reads of one reader, by their numbers, which end with its call."""
+
+    def __init__(self, leases: PageLeases) -> None:
+        """Read under `leases`."""
+        self._leases = leases
+        self._open: dict[int, MappedRead] = {}
+
+    def begin(
+        self, number: int, lease: bytes, memory: bytes, pages: Sequence[int], *, to_device: bool = False
+    ) -> Permission:
+        """Begin a read; see `PageLeases.begin_read`."""
+        # Those of which the reader reports no more are over by themselves.
+        self._open = {each: read for each, read in self._open.items() if not read.is_over}
+        if number in self._open:
+            raise InvalidRequestError("this read has begun already")
+        read = self._open[number] = self._leases.begin_read(lease, memory, pages, to_device=to_device)
+        return read.permission
+
+    def report(self, number: int, read: int) -> Permission:
+        """Note a report; see `MappedRead.report`."""
+        if number not in self._open:
+            raise InvalidRequestError("there is no such read, or it took too long")
+        return self._open[number].report(read)
+
+    def end(self, number: int) -> None:
+        """End a read that its reader has given up."""
+        if (read := self._open.pop(number, None)) is not None:
+            read.end()
+
+    def close(self) -> None:
+        """Break off the reads that are open, as the call has ended."""
+        for read in self._open.values():
+            read.break_off()
+
+
 class PageLeases:
     """Owns the leases of one rank. All methods belong to the event loop.
 
@@ -90,9 +199,12 @@ class PageLeases:
     does not change in between. Leases end with the stream of plans as well.
     """
 
-    def __init__(self, pages: Callable[[], DevicePageBytes | None], linger_s: float = LINGER_S) -> None:
+    def __init__(
+        self, pages: Callable[[], DevicePageBytes | None], linger_s: float = LINGER_S, silence_s: float = SILENCE_S
+    ) -> None:
         """Start without leases; `pages` returns the device pages of the loaded model."""
         self._find_pages = pages
+        self._silence_s = silence_s
         self._linger_s = linger_s
         self._leases: dict[bytes, _Lease] = {}
         # In the order in which they ended.
@@ -194,48 +306,19 @@ class PageLeases:
             else:
                 lending.add_done_callback(lambda _: source.take_back(recall))
 
-    async def follow_reader(
-        self, lease: bytes, memory: bytes, pages: Sequence[int], reports: AsyncIterator[int], *, to_device: bool = False
-    ) -> AsyncGenerator[Permission, None]:
+    def begin_read(self, lease: bytes, memory: bytes, pages: Sequence[int], *, to_device: bool = False) -> MappedRead:
         """Permit a reader to copy pages from the memory that it has mapped, part by part: larger ones to its device.
-
-        `reports` are the numbers of pages that it has read, of those permitted before.
 
         Raises:
             PermissionDeniedError: the lease has ended, or does not have the pages.
-            InvalidRequestError: the pages are in other memory, or a report is not possible.
+            InvalidRequestError: the pages are in other memory.
         """
         held, source = self._find(lease, pages)
         if source.shared_name != memory:
             raise InvalidRequestError("this is not the memory of the pages")
         slice_bytes = DIRECT_SLICE_BYTES if to_device else SLICE_BYTES
         window = SLICES_AT_ONCE * max(1, slice_bytes // source.form.page_bytes)
-        read, permitted = 0, 0
-        held.begin_reading()
-        try:
-            while True:
-                if not held.has_ended:
-                    permitted, confirmed = min(read + window, len(pages)), read
-                yield Permission(permitted, confirmed)
-                if read == permitted:
-                    break
-                read = await self._next_report(reports, read, permitted)
-        finally:
-            if read == permitted:
-                held.end_reading()
-            else:
-                asyncio.get_running_loop().call_later(self._linger_s, held.end_reading)
-        if confirmed < len(pages):
-            raise PermissionDeniedError("the lease has ended")
-
-    async def _next_report(self, reports: AsyncIterator[int], read: int, permitted: int) -> int:
-        report = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._linger_s):
-                report = await anext(reports, None)
-        if report is None or not read < report <= permitted:
-            raise InvalidRequestError("the reader does not report what it has read")
-        return report
+        return MappedRead(held, len(pages), window, self._silence_s, self._linger_s)
 
     def _remember_ended(self, lease: bytes) -> None:
         self._ended[lease] = None

@@ -1,4 +1,9 @@
-"""Copying pages from memory of a worker that is mapped, or read over NIXL, as it permits; see `leases.py`."""
+"""Copying pages from memory of a worker that is mapped, or read over NIXL, as it permits; see `leases.py`.
+
+Two messages of a transfer are waited for: the permission before the first copy, and the confirmation after the last
+one. The other slices are reported while further ones are copied, and transfers beside each other wait for nothing of
+one another.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from protos.gen.pando.v1 import worker_pb2
+from services.worker.engine.host_tier.shared_pages import BrokenReadError
 
 if TYPE_CHECKING:
     import grpc
@@ -41,7 +47,9 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
     When this returns or raises, no copy is under way.
 
     Raises:
-        AioRpcError: the lease has ended, the worker has other memory by now, or the connection broke.
+        PermissionDeniedError: the lease has ended.
+        InvalidRequestError: the worker has other memory by now.
+        AioRpcError: the connection broke.
         TimeoutError: the worker has not answered for `silence_s` seconds.
         SharingError: the memory is not mapped any more.
         BrokenReadError: it could not be read over NIXL.
@@ -53,31 +61,33 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
     def copy(begin: int, end: int) -> None:
         target.copy(copies, mapping.pages, pages[begin:end], arriving[begin:end])
 
-    call = worker_pb2_grpc.WorkerStub(channel).ReadMappedPages()
     # Over a network, larger slices would make the end of a lease wait.
     is_direct = target.is_device and not mapping.pages.memory.over_nixl
     slice_pages = copies.direct_slice_pages if is_direct else copies.slice_pages
     # The end of each slice that is being copied.
     running: deque[tuple[int, asyncio.Future[None]]] = deque()
-    begun = 0
-    report = worker_pb2.ReadMappedPagesRequest(
+    started: list[asyncio.Future[None]] = []
+    begun, is_finished = 0, False
+    call = mapping.reads(channel)
+    number = call.new_read()
+    request = worker_pb2.ReadMappedPagesRequest(
         lease=transfer.peer.lease,
         memory=mapping.pages.memory.name,
         device_pages=pages.tolist(),
         to_device=is_direct,
+        read=number,
     )
     try:
         while True:
             async with asyncio.timeout(silence_s):
-                await call.write(report)
-                response = await call.read()
-            if not isinstance(response, worker_pb2.ReadMappedPagesResponse):
-                return
-            progress.done = min(response.confirmed_pages, report.read_pages)
+                response = await call.ask(request)
+            progress.done = min(response.confirmed_pages, request.read_pages)
             while begun < min(response.permitted_pages, len(pages)):
                 begin, begun = begun, min(begun + slice_pages, response.permitted_pages, len(pages))
-                running.append((begun, mapping.run(partial(copy, begin, begun))))
+                started.append(mapping.run(partial(copy, begin, begun)))
+                running.append((begun, started[-1]))
             if not running:
+                is_finished = True
                 return
             read, copying = running.popleft()
             await asyncio.wait([copying])
@@ -86,8 +96,14 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
             while running and running[0][1].done():
                 read, copying = running.popleft()
                 copying.result()
-            report = worker_pb2.ReadMappedPagesRequest(read_pages=read)
+            request = worker_pb2.ReadMappedPagesRequest(read_pages=read, read=number)
+    except TimeoutError:
+        # The connection may lose messages without breaking.
+        call.close()
+        raise
     finally:
         if running:
             await asyncio.wait([copying for _, copying in running])
-        call.cancel()
+        # What could not be read may still be read: the worker has to wait until the call has ended.
+        if not is_finished and not any(isinstance(copying.exception(), BrokenReadError) for copying in started):
+            call.give_up(number)

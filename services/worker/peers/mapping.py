@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,12 @@ from common.rpc.status import is_own_cancellation
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.engine.host_tier.shared_pages import SharingError
 from services.worker.peers.leases import this_host
+from services.worker.peers.read_call import ReadCall
 from services.worker.wire import shared_pages_from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Executor
 
     from services.worker.engine.execution.interface import PeerPageCopies
     from services.worker.engine.host_tier.shared_pages import MappedPages
@@ -27,17 +30,27 @@ if TYPE_CHECKING:
 RETRY_S = 60.0
 # Longest wait for copies under way before memory stays mapped for ever: they take milliseconds.
 COPY_S = 10.0
+# Threads for copies: more than copy at a time on a GPU, and their own, as those that wait would keep others waiting.
+COPY_THREADS = 8
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 
 
 @dataclass(slots=True)
 class Mapping:
-    """Mapped memory and the copies from it that are under way."""
+    """Mapped memory and the copies from it that are under way, in threads of `threads`."""
 
     pages: MappedPages
+    threads: Executor
     copies: int = 0
     is_closed: bool = False
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _reads: ReadCall | None = None
+
+    def reads(self, channel: grpc.aio.Channel) -> ReadCall:
+        """Return the call for reads of this memory, over the channel of its worker."""
+        if self._reads is None or self._reads.is_over:
+            self._reads = ReadCall(channel)
+        return self._reads
 
     def run(self, copy: Callable[[], None]) -> asyncio.Future[None]:
         """Run a copy in a thread; the memory stays mapped until it has ended. Cancelling the future does not stop it.
@@ -49,17 +62,21 @@ class Mapping:
             raise SharingError("the memory is not mapped any more")
         self.copies += 1
         self.is_idle.clear()
-        copying = asyncio.get_running_loop().run_in_executor(None, copy)
+        copying = asyncio.get_running_loop().run_in_executor(self.threads, copy)
         copying.add_done_callback(self._end)
         return copying
 
     async def close(self) -> None:
         """Unmap the memory once no copy is under way."""
         self.is_closed = True
-        if self.copies:
-            async with asyncio.timeout(COPY_S):
-                await self.is_idle.wait()
-        await asyncio.to_thread(self.pages.close)
+        try:
+            if self.copies:
+                async with asyncio.timeout(COPY_S):
+                    await self.is_idle.wait()
+            await asyncio.to_thread(self.pages.close)
+        finally:
+            if self._reads is not None:
+                self._reads.close()
 
     def _end(self, copying: asyncio.Future[None]) -> None:
         if not copying.cancelled():
@@ -96,6 +113,7 @@ class PeerMappings:
         # Workers whose refusal was logged.
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(COPY_THREADS, "peer-copies")
         self._log = get_logger("peers")
 
     async def find(
@@ -131,6 +149,7 @@ class PeerMappings:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False)
 
     async def _run(
         self, worker: str, peer: _Peer, channel: grpc.aio.Channel, lease: bytes, copies: PeerPageCopies
@@ -181,7 +200,7 @@ class PeerMappings:
             if not isinstance(response, worker_pb2.MapPagesResponse):
                 raise SharingError("it lends no memory")
             memory = shared_pages_from_wire(response.memory)
-            mapping = Mapping(await asyncio.to_thread(copies.map, memory))
+            mapping = Mapping(await asyncio.to_thread(copies.map, memory), self._threads)
             peer.mapping.set_result(mapping)
             self._log.info("peer.mapped", peer=worker, pages=memory.pages, over_nixl=memory.over_nixl)
             try:

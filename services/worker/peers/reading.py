@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 
-from common.errors import UnavailableError
+from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.rpc.channel import renew
 from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation
@@ -176,7 +176,7 @@ class PeerReader:
             return
         except _MisfitError:
             self._log.error("peer.pages_misfit", peers=workers, rank=target.rank)
-        except (grpc.aio.AioRpcError, TimeoutError, SharingError) as error:
+        except (grpc.aio.AioRpcError, TimeoutError, SharingError, PandoError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or "no answer"
             self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=reason, pages_read=progress.done)
         except asyncio.CancelledError:
@@ -206,8 +206,8 @@ class PeerReader:
         progress.began_at = time.monotonic()
         try:
             await read_mapped(channel, mapping, transfer, target.pages, copies, self._silence_s, progress)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT or progress.done:
+        except InvalidRequestError:
+            if progress.done:
                 raise
             # It has loaded again since.
             self._mappings.drop(worker, mapping)

@@ -73,10 +73,10 @@ class HostTarget:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTarget:
-    """Pages of the device, which the passes of `after` may still read; see `TargetPages`."""
+    """Pages of the device, which the passes of `after` may still read, if there are any; see `TargetPages`."""
 
     pages: StreamDevicePages
-    after: AfterPasses
+    after: AfterPasses | None
 
     @property
     def page_bytes(self) -> int:
@@ -87,7 +87,8 @@ class DeviceTarget:
         return True
 
     async def until_free(self) -> None:
-        await asyncio.to_thread(self.after)
+        if self.after is not None:
+            await asyncio.to_thread(self.after)
 
     def can_copy(self, copies: PeerPageCopies, pages: PageIds) -> bool:
         return True

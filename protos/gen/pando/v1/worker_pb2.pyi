@@ -20,6 +20,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ReadRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReadRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReadRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    READ_REFUSAL_UNSPECIFIED: _ReadRefusal.ValueType  # 0
+    READ_REFUSAL_LEASE: _ReadRefusal.ValueType  # 1
+    """The lease has ended, or does not have the pages."""
+    READ_REFUSAL_REQUEST: _ReadRefusal.ValueType  # 2
+    """This is not the memory of the pages any more, or such a request is not possible."""
+
+class ReadRefusal(_ReadRefusal, metaclass=_ReadRefusalEnumTypeWrapper): ...
+
+READ_REFUSAL_UNSPECIFIED: ReadRefusal.ValueType  # 0
+READ_REFUSAL_LEASE: ReadRefusal.ValueType  # 1
+"""The lease has ended, or does not have the pages."""
+READ_REFUSAL_REQUEST: ReadRefusal.ValueType  # 2
+"""This is not the memory of the pages any more, or such a request is not possible."""
+Global___ReadRefusal: _TypeAlias = ReadRefusal  # noqa: Y015
+
 class _TransferDirection:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -639,13 +660,19 @@ class ReadMappedPagesRequest(_message.Message):
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     READ_PAGES_FIELD_NUMBER: _builtins.int
     TO_DEVICE_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
-    """Only in the first message: the lease, the memory's name and the pages to read, in this order."""
+    """Only in the first message of a read: the lease, the memory's name and the pages to read, in this order."""
     memory: _builtins.bytes
     read_pages: _builtins.int
     """Later: so many of the pages have been read."""
     to_device: _builtins.bool
-    """In the first message: whether they are copied to the reader's device, so that more may be read at a time."""
+    """In the first message of a read: whether they are copied to the reader's device, so that more may be read at a time."""
+    read: _builtins.int
+    """Which of the call's reads this is about; each begins with a number that none had before."""
+    ends: _builtins.bool
+    """The read is given up: none of its copies is under way any more, and none follows. There is no response."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -656,10 +683,12 @@ class ReadMappedPagesRequest(_message.Message):
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         read_pages: _builtins.int = ...,
         to_device: _builtins.bool = ...,
+        read: _builtins.int = ...,
+        ends: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease", "memory", b"memory", "read_pages", b"read_pages", "to_device", b"to_device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "ends", b"ends", "lease", b"lease", "memory", b"memory", "read", b"read", "read_pages", b"read_pages", "to_device", b"to_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,19 +700,30 @@ class ReadMappedPagesResponse(_message.Message):
 
     PERMITTED_PAGES_FIELD_NUMBER: _builtins.int
     CONFIRMED_PAGES_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     permitted_pages: _builtins.int
     """The first so many pages may be read; only a later response may permit more."""
     confirmed_pages: _builtins.int
     """The first so many pages were read while the lease had them."""
+    read: _builtins.int
+    """That of the request."""
+    refusal: Global___ReadRefusal.ValueType
+    """The read is over: nothing more is permitted or confirmed."""
+    reason: _builtins.str
     def __init__(
         self,
         *,
         permitted_pages: _builtins.int = ...,
         confirmed_pages: _builtins.int = ...,
+        read: _builtins.int = ...,
+        refusal: Global___ReadRefusal.ValueType = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed_pages", b"confirmed_pages", "permitted_pages", b"permitted_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed_pages", b"confirmed_pages", "permitted_pages", b"permitted_pages", "read", b"read", "reason", b"reason", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -255,9 +255,9 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadMappedPages(self, request_iterator, context):
-        """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
-        once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
-        INVALID_ARGUMENT: this is not the memory of the pages any more.
+        """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
+        once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
+        response, in order, but for those that end a read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

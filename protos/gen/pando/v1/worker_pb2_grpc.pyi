@@ -80,9 +80,9 @@ class WorkerStub:
     INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
     """
     ReadMappedPages: _grpc.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]
-    """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
-    once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
-    INVALID_ARGUMENT: this is not the memory of the pages any more.
+    """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
+    once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
+    response, in order, but for those that end a read.
     """
     Encode: _grpc.UnaryStreamMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]
     """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
@@ -156,9 +156,9 @@ class WorkerAsyncStub(WorkerStub):
     INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
     """
     ReadMappedPages: _aio.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]  # type: ignore[assignment]
-    """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
-    once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
-    INVALID_ARGUMENT: this is not the memory of the pages any more.
+    """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
+    once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
+    response, in order, but for those that end a read.
     """
     Encode: _aio.UnaryStreamMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]  # type: ignore[assignment]
     """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
@@ -319,9 +319,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.ReadMappedPagesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadMappedPagesResponse], _abc.AsyncIterator[_worker_pb2.ReadMappedPagesResponse]]:
-        """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
-        once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
-        INVALID_ARGUMENT: this is not the memory of the pages any more.
+        """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
+        once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
+        response, in order, but for those that end a read.
         """
 
     @_abc_1.abstractmethod

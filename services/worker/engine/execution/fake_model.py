@@ -401,8 +401,8 @@ class FakeDevicePages:
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return bytes(self.form.bytes_of(heads) * len(pages))
 
-    def after_passes(self) -> AfterPasses:
-        return lambda: None
+    def after_passes(self) -> AfterPasses | None:
+        return None
 
     def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         """Do nothing."""

@@ -82,8 +82,8 @@ class DevicePageBytes(Protocol):
         whose results are known, wrote them.
         """
 
-    def after_passes(self) -> AfterPasses:
-        """Return a wait for the passes that have been launched by now; in the engine's thread."""
+    def after_passes(self) -> AfterPasses | None:
+        """Return a wait for the passes launched by now, None if they are over; in the engine's thread."""
 
     def write_pages(self, pages: Sequence[int], content: memoryview) -> None:
         """Overwrite pages, and wait until that is done.

@@ -91,15 +91,16 @@ class DevicePages:
             parts = range(0, len(pages), STAGED_PAGES)
             return b"".join(self.form.cut(read(pages[first : first + STAGED_PAGES]), heads) for first in parts)
 
-    def after_passes(self) -> AfterPasses:
+    def after_passes(self) -> AfterPasses | None:
         device = None if self._pool is None else self._pool.layers[0].keys.device
         if device is None or device.type != "cuda":
             # Passes are over when the engine's thread is here.
-            return lambda: None
+            return None
         # Blocking: the waiting thread leaves the processor to others.
         launched = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         launched.record(torch.cuda.current_stream(device))
-        return launched.synchronize
+        is_over = launched.query()  # type: ignore[no-untyped-call]
+        return None if is_over else launched.synchronize
 
     @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], content: memoryview) -> None:

@@ -114,29 +114,30 @@ class _Slot:
     """Staging memory of one slice, laid out as that of `HostPool`, and a stream."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        # Imported here because it needs Triton.
-        from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
-
         self._memory = memory
         # torch has no types for them
         self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self._is_done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        # The latest source, and what moves its pages: its addresses are uploaded once.
+        self._source: MappedPages | None = None
+        self._source_mover: ProgramPageMover | None = None
 
         # Compiles the programs before a lender waits for them.
-        addresses, page_bytes = [memory.data_ptr()] * memory[0, ..., 0].numel(), memory[0, 0, 0].nbytes
-        self._collect(addresses, page_bytes, np.zeros(1, np.int32))
         with torch.cuda.stream(self._stream):
+            itself = self._mover([memory.data_ptr()] * memory[0, ..., 0].numel(), memory[0, 0, 0].nbytes)
             page = torch.zeros(1, dtype=torch.int64, device=memory.device)
+            itself.gather(page, memory)
             # To where it is.
-            ProgramPageMover(addresses, page_bytes, memory.device).copy_from(addresses, page, page)
+            itself.copy_from(itself, page, page)
         self._stream.synchronize()
 
     def copy(
         self, source: MappedPages, pages: PageIds, host: torch.Tensor, host_runs: Iterable[tuple[int, int, int]]
     ) -> None:
         """Copy pages, [pages] int32, to `host`, [pages, …], and wait until that is done; see `runs`."""
-        self._collect(source.addresses, source.memory.tensor_page_bytes, pages)
+        # All on this stream: others wait for passes.
         with torch.cuda.stream(self._stream):
+            self._mover_of(source).gather(self._upload(pages)[0], self._memory)
             for first, page, length in host_runs:
                 host[page : page + length].copy_(self._memory[first : first + length], non_blocking=True)
             self._is_done.record(self._stream)
@@ -147,22 +148,26 @@ class _Slot:
     ) -> None:
         """Copy pages, [pages] int32, to `device_pages`, [pages] int32, of `mover`'s pool; wait until that is done."""
         with torch.cuda.stream(self._stream):
-            indices, into = (
-                torch.from_numpy(ids.astype(np.int64)).to(self._memory.device) for ids in (pages, device_pages)
-            )
-            mover.copy_from(source.addresses, indices, into)
+            indices, into = self._upload(pages, device_pages)
+            mover.copy_from(self._mover_of(source), indices, into)
             self._is_done.record(self._stream)
         self._is_done.synchronize()
 
-    def _collect(self, addresses: Sequence[int], page_bytes: int, pages: PageIds) -> None:
-        """Begin to copy pages of tensors at `addresses` to the first ones here."""
+    def _upload(self, *ids: PageIds) -> torch.Tensor:
+        """Return page ids on the device, [lists, pages] int64."""
+        return torch.from_numpy(np.stack(ids).astype(np.int64)).to(self._memory.device)
+
+    def _mover_of(self, source: MappedPages) -> ProgramPageMover:
+        if self._source_mover is None or self._source is not source:
+            self._source_mover = self._mover(source.addresses, source.memory.tensor_page_bytes)
+            self._source = source
+        return self._source_mover
+
+    def _mover(self, addresses: Sequence[int], page_bytes: int) -> ProgramPageMover:
         # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
 
-        # All on this stream: others wait for passes.
-        with torch.cuda.stream(self._stream):
-            mover = ProgramPageMover(addresses, page_bytes, self._memory.device)
-            mover.gather(torch.from_numpy(pages.astype(np.int64)).to(self._memory.device), self._memory)
+        return ProgramPageMover(addresses, page_bytes, self._memory.device)
 
 
 def make_peer_copies(transfers: StreamTransfers, sharing: MemorySharing) -> PeerCopies | None:

@@ -13,8 +13,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from common.logs import configure_logging
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
+from common.settings.shared import LogSettings
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.engine.backends import use_device
@@ -124,6 +126,8 @@ def synchronize(device: torch.device) -> None:
 
 
 async def _serve(address: str, shape: PoolShape, device: torch.device, *, over_nixl: bool) -> None:
+    # As services log by default: not each call.
+    configure_logging("lender", LogSettings())
     use_device(device, threads=1)
     server = RpcServer("pando.v1.Worker", address)
     service = LenderService(shape, device, NixlAgents() if over_nixl else None)

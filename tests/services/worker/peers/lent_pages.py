@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class UnwrittenPages:
     """Nothing arrives in these pages."""
 
-    def after_passes(self) -> AfterPasses:
+    def after_passes(self) -> AfterPasses | None:
         raise AssertionError("nothing is written")
 
     def write_pages(self, pages: Sequence[int], content: memoryview) -> None:

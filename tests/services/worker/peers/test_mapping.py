@@ -6,8 +6,10 @@ import asyncio
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +31,8 @@ from services.worker.engine.host_tier.shared_pages import (
 )
 from services.worker.engine.parallel.shards import Span
 from services.worker.peers import mapping
-from services.worker.peers.leases import PageLeases, Permission, this_host
+from services.worker.peers.leases import MappedRead, MappedReads, PageLeases, Permission, this_host
+from services.worker.peers.mapping import COPY_THREADS
 from services.worker.peers.reading import PeerReader
 from services.worker.peers.targets import DeviceTarget, HostTarget, PeerTarget
 from services.worker.service import WorkerService
@@ -170,6 +173,14 @@ class CountingService(WorkerService):
         self.calls.append("map")
         return super().MapPages(request, context)
 
+    def ReadMappedPages(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ReadMappedPagesRequest],
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[worker_pb2.ReadMappedPagesResponse]:
+        self.calls.append("permit")
+        return super().ReadMappedPages(request_iterator, context)
+
     def ReadPages(
         self, request: worker_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
@@ -191,7 +202,7 @@ class Bench:
         self.serve()
 
     def serve(self) -> None:
-        self.leases = PageLeases(lambda: self.device, linger_s=LINGER_S)
+        self.leases = PageLeases(lambda: self.device, linger_s=LINGER_S, silence_s=LINGER_S)
         self.leases.grant(LEASE, range(PAGES))
         self.service = CountingService(self.leases)
         self.server = RpcServer("pando.v1.Worker", self.address)
@@ -251,7 +262,7 @@ async def test_pages_are_copied_from_mapped_memory_and_it_is_mapped_once(bench: 
     for _ in range(2):
         assert (await bench.fetch(ORDER)).done_pages == PAGES
     assert bench.host.pages == bench.content(ORDER)
-    assert bench.service.calls == ["map"]
+    assert bench.service.calls == ["map", "permit"]
     assert bench.sharing.open_handles == [b"a", b"b"]
 
 
@@ -259,14 +270,14 @@ async def test_pages_are_copied_to_the_device_whether_or_not_the_host_tier_is_re
     bench.copies.is_ready = False
     assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
     assert bench.host.pages == bench.content(ORDER)
-    assert bench.service.calls == ["map"]
+    assert bench.service.calls == ["map", "permit"]
     assert bench.copies.waits == 1
 
 
 async def test_a_lender_does_not_wait_for_the_passes_of_its_reader(bench: Bench) -> None:
     bench.copies.passes_s = 2 * LINGER_S
     assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
-    assert bench.service.calls == ["map"], "it has not taken the reader for gone"
+    assert bench.service.calls == ["map", "permit"], "it has not taken the reader for gone"
 
 
 async def test_nothing_is_copied_to_the_device_after_the_stream_of_plans_has_ended(bench: Bench) -> None:
@@ -313,7 +324,7 @@ async def test_ranks_of_other_hosts_read_over_nixl_in_small_slices(
     bench.copies.reads_over_nixl = True
     assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
     assert bench.host.pages == bench.content(ORDER)
-    assert bench.service.calls == ["map"]
+    assert bench.service.calls == ["map", "permit"]
     assert bench.copies.largest == bench.copies.slice_pages, "the end of a lease waits for the slices under way"
 
 
@@ -339,8 +350,18 @@ async def test_pages_are_sent_for_a_while_once_a_read_over_nixl_has_broken(bench
     for _ in range(2):
         assert (await bench.fetch(ORDER)).done_pages == PAGES
     assert bench.host.pages == bench.content(ORDER)
-    assert bench.service.calls == ["map", "read", "read"]
+    assert bench.service.calls == ["map", "permit", "read", "read"]
     await until(lambda: bench.sharing.open_handles == [])
+
+
+async def test_a_read_over_nixl_that_has_broken_holds_the_pages_for_a_while(bench: Bench) -> None:
+    bench.device = Device(over_nixl=True)
+    bench.copies.reads_over_nixl = bench.copies.is_broken = True
+    with mock.patch.object(MappedRead, "end", autospec=True) as end:
+        assert (await bench.fetch(ORDER)).done_pages == 0
+        async with asyncio.timeout(30):
+            await bench.leases.revoke(LEASE)
+    assert not end.called, "the network may still read what it was asked for"
 
 
 async def test_a_lease_ends_after_the_copies_that_were_permitted_and_before_others(bench: Bench) -> None:
@@ -358,22 +379,18 @@ async def test_a_lease_ends_after_the_copies_that_were_permitted_and_before_othe
 
 
 async def test_pages_confirmed_before_the_lease_ended_count(bench: Bench) -> None:
-    steps, reports = bench.leases, asyncio.Queue[int]()
     memory = bench.device.lend(lambda: None)
     assert memory is not None
-    following = steps.follow_reader(LEASE, memory.name, range(PAGES), iterate(reports))
-    assert await anext(following) == Permission(WINDOW, 0)
-    reports.put_nowait(2)
-    assert await anext(following) == Permission(WINDOW + 2, 2)
+    read = bench.leases.begin_read(LEASE, memory.name, range(PAGES))
+    assert read.permission == Permission(WINDOW, 0)
+    assert read.report(2) == Permission(WINDOW + 2, 2)
     revoking = asyncio.create_task(bench.leases.revoke(LEASE))
     await asyncio.sleep(0)
-    reports.put_nowait(5)
-    assert await anext(following) == Permission(WINDOW + 2, 2)
+    assert read.report(5) == Permission(WINDOW + 2, 2)
     assert not revoking.done()
-    reports.put_nowait(WINDOW + 2)
-    assert await anext(following) == Permission(WINDOW + 2, 2)
     with pytest.raises(PermissionDeniedError):
-        await anext(following)
+        read.report(WINDOW + 2)
+    assert read.permission == Permission(WINDOW + 2, 2)
     await revoking
 
 
@@ -389,21 +406,71 @@ async def test_pages_that_may_have_been_overwritten_during_the_copy_do_not_count
 async def test_a_reader_that_reports_wrongly_or_no_more_holds_the_pages_for_a_while(
     bench: Bench, report: int | None
 ) -> None:
-    reports: asyncio.Queue[int] = asyncio.Queue()
     memory = bench.device.lend(lambda: None)
     assert memory is not None
-    following = bench.leases.follow_reader(LEASE, memory.name, range(PAGES), iterate(reports))
-    await anext(following)
-    reports.put_nowait(3)
-    await anext(following)
-    if report is not None:
-        reports.put_nowait(report)
+    read = bench.leases.begin_read(LEASE, memory.name, range(PAGES))
+    read.report(3)
+    if report is None:
+        await until(lambda: read.is_over)
+    else:
+        with pytest.raises(InvalidRequestError):
+            read.report(report)
     revoking = asyncio.create_task(bench.leases.revoke(LEASE))
-    with pytest.raises(InvalidRequestError):
-        await anext(following)
+    await asyncio.sleep(0)
     assert not revoking.done()
+    with pytest.raises(InvalidRequestError):
+        read.report(WINDOW)
     async with asyncio.timeout(30):
         await revoking
+
+
+async def test_reads_beside_each_other_share_a_call_and_do_not_wait_for_one_another(bench: Bench) -> None:
+    bench.leases._linger_s = bench.leases._silence_s = 60
+    slow = await bench.fetch_slowly(ORDER)
+    held, bench.copies.gate = bench.copies.gate, threading.Event()
+    bench.copies.gate.set()
+    # More than there are slices at a time.
+    quick = [bench.fetch(ORDER[:WINDOW]) for _ in range(COPY_THREADS)]
+    assert [ack.done_pages for ack in await asyncio.gather(*quick)] == [WINDOW] * COPY_THREADS
+    assert not slow.done()
+    held.set()
+    assert (await slow).done_pages == PAGES
+    assert bench.service.calls == ["map", "permit"]
+
+
+async def test_copies_take_no_threads_from_others(bench: Bench) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    fetching = await bench.fetch_slowly(ORDER)
+    async with asyncio.timeout(30):
+        await asyncio.to_thread(int)
+    bench.copies.gate.set()
+    assert (await fetching).done_pages == PAGES
+
+
+async def test_a_read_that_is_given_up_holds_the_pages_no_longer_than_its_copies(bench: Bench) -> None:
+    bench.leases._linger_s = bench.leases._silence_s = 60
+    fetching = await bench.fetch_slowly(ORDER)
+    closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
+    await until(lambda: bench.pages._is_closed)
+    bench.copies.gate.set()
+    await closing
+    await until(lambda: not bench.reader._tasks)
+    async with asyncio.timeout(30):
+        await bench.leases.revoke(LEASE)
+    assert not fetching.done(), "a stream of plans that has ended gets no acknowledgement"
+    fetching.cancel()
+
+
+async def test_a_call_that_breaks_is_replaced_for_the_next_read(bench: Bench) -> None:
+    assert (await bench.fetch(ORDER)).done_pages == PAGES
+    mapped = await bench.reader._mappings._peers[bench.address].mapping
+    assert mapped is not None
+    fetching = await bench.fetch_slowly(ORDER)
+    mapped.reads(bench.reader._channel(bench.address)).close()
+    bench.copies.gate.set()
+    assert (await fetching).done_pages == 0
+    assert (await bench.fetch(ORDER)).done_pages == PAGES
+    assert bench.service.calls == ["map", "permit", "permit"]
 
 
 async def test_a_reader_that_goes_away_during_a_copy_holds_the_pages_for_a_while(bench: Bench) -> None:
@@ -431,7 +498,7 @@ async def test_memory_is_unmapped_after_the_copies_and_before_its_owner_frees_it
     assert (await fetching).done_pages < PAGES
     bench.device = Device()
     assert (await bench.fetch(ORDER)).done_pages == PAGES
-    assert bench.service.calls == ["map", "map"]
+    assert bench.service.calls == ["map", "permit", "map", "permit"]
 
 
 async def test_a_peer_that_has_loaded_again_is_mapped_again(bench: Bench) -> None:
@@ -441,7 +508,7 @@ async def test_a_peer_that_has_loaded_again_is_mapped_again(bench: Bench) -> Non
     bench.device.shared_name = b"n" * 16
     assert (await bench.fetch([2])).done_pages == 1
     assert (await bench.fetch([3])).done_pages == 1
-    assert bench.service.calls == ["map", "read", "map"]
+    assert bench.service.calls == ["map", "permit", "read", "map", "permit"]
 
 
 async def test_a_peer_that_dies_is_unmapped_and_its_successor_mapped(bench: Bench) -> None:
@@ -459,7 +526,7 @@ async def test_a_peer_that_dies_is_unmapped_and_its_successor_mapped(bench: Benc
 
 
 async def test_host_pages_are_written_no_more_once_the_stream_of_plans_has_ended(bench: Bench) -> None:
-    bench.leases._linger_s = 60
+    bench.leases._linger_s = bench.leases._silence_s = 60
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
     await asyncio.sleep(0.1)
@@ -485,11 +552,22 @@ async def test_memory_is_lent_for_a_lease_only(bench: Bench) -> None:
     assert memory is not None
     for lease, pages in ((b"n" * 16, [1]), (LEASE, [PAGES])):
         with pytest.raises(PermissionDeniedError):
-            await anext(bench.leases.follow_reader(lease, memory.name, pages, iterate(asyncio.Queue())))
+            bench.leases.begin_read(lease, memory.name, pages)
     await loan.aclose()
     assert bench.device.borrowers.close()
 
 
-async def iterate(reports: asyncio.Queue[int]) -> AsyncIterator[int]:
-    while True:
-        yield await reports.get()
+async def test_a_number_names_one_read_of_a_call(bench: Bench) -> None:
+    memory = bench.device.lend(lambda: None)
+    assert memory is not None
+    reads = MappedReads(bench.leases)
+    with pytest.raises(InvalidRequestError, match="no such read"):
+        reads.report(0, 1)
+    reads.begin(0, LEASE, memory.name, range(PAGES))
+    with pytest.raises(InvalidRequestError, match="begun already"):
+        reads.begin(0, LEASE, memory.name, range(PAGES))
+    assert reads.begin(1, LEASE, memory.name, [4]) == Permission(1, 0)
+    assert reads.report(1, 1) == Permission(1, 1)
+    reads.end(0)
+    async with asyncio.timeout(30):
+        await bench.leases.revoke(LEASE)

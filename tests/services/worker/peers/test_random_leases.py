@@ -9,7 +9,7 @@ import asyncio
 import random
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,11 +17,13 @@ from common.errors import InvalidRequestError, PermissionDeniedError
 from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.host_tier.shared_pages import SLICE_BYTES
 from services.worker.engine.parallel.shards import Span
-from services.worker.peers.leases import ENDED_LEASES, PageLeases
+from services.worker.peers.leases import ENDED_LEASES, MappedReads, PageLeases
 from tests.services.worker.peers.lent_pages import UnwrittenPages
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from services.worker.peers.leases import Permission
 
 PAGES = 64
 STEPS = 400
@@ -77,13 +79,13 @@ class Loan:
 
 @dataclass(slots=True, eq=False)
 class Copying:
-    """A reader that copies from mapped memory what it is permitted, and reports it; `read` are the pages it copied."""
+    """A read of mapped memory: the reader copies what it is permitted, and reports it; `copied` are the contents."""
 
     loan: Loan
     life: int
     pages: list[int]
-    reports: asyncio.Queue[int]
-    steps: Any
+    call: MappedReads
+    number: int
     permitted: int = 0
     copied: list[int] = field(default_factory=list)
 
@@ -95,7 +97,7 @@ class Lives:
         self.confirmed = self.refused_grants = self.ended = 0
         self._random = random.Random(seed)
         self._device = Device([0] * PAGES, [], 0)
-        self._leases = PageLeases(lambda: self._device, linger_s=0.01)
+        self._leases = PageLeases(lambda: self._device, linger_s=0.01, silence_s=60)
         self._free = set(range(PAGES))
         self._loans: dict[int, Loan] = {}
         self._number = 0
@@ -105,10 +107,12 @@ class Lives:
         self._readers: set[asyncio.Task[None]] = set()
         self._failed: list[BaseException] = []
         self._copying: list[Copying] = []
+        self._calls_for_reads = [MappedReads(self._leases) for _ in range(2)]
 
     async def live(self) -> None:
         actions = [self._lend, self._lend, self._extend, self._end, self._read, self._read, self._follow]
-        actions += [self._arrive] * 4 + [self._go_on] * 4 + [self._copy] * 4 + [self._kill_reader, self._kill_scheduler]
+        actions += [self._arrive] * 4 + [self._go_on] * 4 + [self._copy] * 4
+        actions += [self._give_up, self._kill_reader, self._kill_scheduler]
         try:
             for _ in range(STEPS):
                 await self._random.choice(actions)()
@@ -243,13 +247,19 @@ class Lives:
             await asyncio.sleep(0.0005)
 
     async def _follow(self) -> None:
-        if (offered := self._some_offered()) is not None:
-            loan, pages = offered
-            reports: asyncio.Queue[int] = asyncio.Queue()
-            steps = self._leases.follow_reader(loan.name, MEMORY, pages, iterate(reports))
-            copying = Copying(loan, self._device.life, pages, reports, steps)
-            self._copying.append(copying)
-            await self._take_step(copying)
+        """Have one of two readers begin a read, beside those that it has open."""
+        if (offered := self._some_offered()) is None:
+            return
+        loan, pages = offered
+        self._number += 1
+        call = self._random.choice(self._calls_for_reads)
+        copying = Copying(loan, self._device.life, pages, call, self._number)
+        try:
+            permission = call.begin(copying.number, loan.name, MEMORY, pages)
+        except PermissionDeniedError:
+            return
+        self._copying.append(copying)
+        self._use(copying, permission)
 
     async def _copy(self) -> None:
         """Have a reader copy some of what it may, and report that."""
@@ -258,27 +268,36 @@ class Lives:
             begin = len(copying.copied)
             end = self._random.randint(begin + 1, copying.permitted)
             copying.copied += [self._device.content[page] for page in copying.pages[begin:end]]
-            copying.reports.put_nowait(end)
-            await self._take_step(copying)
+            try:
+                permission = copying.call.report(copying.number, end)
+            except (PermissionDeniedError, InvalidRequestError):
+                self._copying.remove(copying)
+                return
+            self._use(copying, permission)
 
-    async def _take_step(self, copying: Copying) -> None:
+    def _use(self, copying: Copying, permission: Permission) -> None:
         """Use what is confirmed by the answer to a report."""
-        try:
-            permission = await anext(copying.steps)
-        except (PermissionDeniedError, InvalidRequestError, StopAsyncIteration):
-            self._copying.remove(copying)
-            return
         copying.permitted = permission.permitted
         for content in copying.copied[: permission.confirmed]:
             self._confirm(copying.loan, content)
         if copying.permitted == len(copying.copied):
-            # There is nothing left to copy: the call ends.
-            await self._take_step(copying)
+            assert permission.confirmed == len(copying.pages)
+            self._copying.remove(copying)
+
+    async def _give_up(self) -> None:
+        """Have a reader give up a read, at least once."""
+        if self._copying:
+            copying = self._copying.pop(self._random.randrange(len(self._copying)))
+            for _ in range(self._random.choice([1, 2])):
+                copying.call.end(copying.number)
 
     async def _kill_reader(self) -> None:
-        if self._copying and self._random.random() < 0.3:
-            copying = self._copying.pop(self._random.randrange(len(self._copying)))
-            await copying.steps.aclose()
+        """Its call breaks, with all its reads; another one takes its place."""
+        if self._random.random() < 0.3:
+            index = self._random.randrange(len(self._calls_for_reads))
+            call, self._calls_for_reads[index] = self._calls_for_reads[index], MappedReads(self._leases)
+            self._copying = [copying for copying in self._copying if copying.call is not call]
+            call.close()
 
     async def _kill_scheduler(self) -> None:
         """Its calls are cut off, and the pages are those of another one."""
@@ -292,11 +311,6 @@ class Lives:
             self._free = set(range(PAGES))
             self._device.content[:] = [0] * PAGES
             self._device = Device(self._device.content, self._device.reads, self._device.life + 1)
-
-
-async def iterate(reports: asyncio.Queue[int]) -> AsyncIterator[int]:
-    while True:
-        yield await reports.get()
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,10 @@ class ProgramPageMover:
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         self._launch(pages, staging, gathers=False)
 
-    def copy_from(self, addresses: Sequence[int], pages: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy pages, [pages] int64, of tensors at `addresses`, as many and of the same form, `into` those here."""
-        sources = torch.tensor(addresses, device=self._bases.device)
+    def copy_from(self, source: ProgramPageMover, pages: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy pages, [pages] int64, of the tensors of `source`, as many and of the same form, `into` those here."""
         grid = (pages.shape[0], self._bases.shape[0])
-        _copy[grid](sources, pages, self._bases, into, self._words, BLOCK=_BLOCK, num_warps=4)
+        _copy[grid](source._bases, pages, self._bases, into, self._words, BLOCK=_BLOCK, num_warps=4)
 
     def _launch(self, pages: torch.Tensor, staging: torch.Tensor, *, gathers: bool) -> None:
         grid = (pages.shape[0], self._bases.shape[0])
