@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -25,6 +25,17 @@ class ImageFile:
     # model's processor samples.
     frames_per_second: float | None = None
     is_video_file: bool = False
+    # Its name among recent images, see `common.recent_images.key_of`; empty: none is known.
+    key: bytes = field(default=b"", compare=False)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is nothing but its key: the receiver has to keep the image."""
+        return bool(self.key) and not (self.data or self.frames)
+
+    def bare(self) -> ImageFile:
+        """Return the image without its file, if it has a key; frames stay, as they show that it is a video."""
+        return replace(self, data=b"") if self.key else self
 
     @property
     def is_video(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NewType, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -386,6 +386,10 @@ class Admission:
     prompt_ids: tuple[int, ...] = ()
     # The tokens that a session has prepended to the prompt, without images among them; only from the scheduler.
     conversation_ids: tuple[int, ...] = ()
+    # Rejected, as the request names images whose content is not kept any more: it has to be sent with that.
+    lacks_images: bool = False
+    # Whether the next requests of the view may name its images without their content.
+    keeps_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +455,9 @@ class PackedPixels:
         return np.repeat(numbers[:, :, None], self.frames, axis=2).reshape(self.shape)
 
 
+Pixels: TypeAlias = "NDArray[np.float32] | PackedPixels"
+
+
 @dataclass(frozen=True, slots=True)
 class RowImage:
     """An image of a row: the first `length` ids below 0 from index `offset` on stand where its embeddings belong.
@@ -466,7 +473,7 @@ class RowImage:
     offset: int
     length: int
     grid: tuple[int, ...]
-    pixels: NDArray[np.float32] | PackedPixels | None = None
+    pixels: Pixels | None = None
     output: EncoderOutputId | None = None
 
 
@@ -494,5 +501,11 @@ class ScheduleRequest:
     prefill_group_name: str = ""
     # Tokens that the output may repeat parts of, as a source of drafts.
     prediction_ids: tuple[int, ...] = ()
-    # In the order of the prompt, each with its pixels; their embeddings belong where ids are below 0.
+    # In the order of the prompt; their embeddings belong where ids are below 0. A tokenizer leaves out the pixels that
+    # the scheduler keeps, which adds them before all else.
     images: tuple[RowImage, ...] = ()
+
+    @property
+    def may_keep_images(self) -> bool:
+        """Whether it has images, which are kept for its view, and found in it."""
+        return bool(self.images) and self.options.cache_mode is not CacheMode.NONE

@@ -130,6 +130,8 @@ def admission_to_wire(admission: Admission) -> common_pb2.Admission:
         prompt_tokens=admission.prompt_tokens,
         prompt_token_ids=admission.prompt_ids,
         conversation_token_ids=admission.conversation_ids,
+        lacks_images=admission.lacks_images,
+        keeps_images=admission.keeps_images,
     )
 
 
@@ -142,6 +144,8 @@ def admission_from_wire(message: common_pb2.Admission) -> Admission:
         rejected,
         tuple(message.prompt_token_ids),
         tuple(message.conversation_token_ids),
+        message.lacks_images,
+        message.keeps_images,
     )
 
 

@@ -164,9 +164,9 @@ def write_schedule_request(request: ScheduleRequest, message: scheduler_pb2.Sche
     message.MergeFrom(plain)
     message.MergeFrom(options_to_wire(request.options, scheduler_pb2.ScheduleRequest))
     for image in request.images:
-        assert image.pixels is not None, "images of requests have pixels"
         added = message.images.add(digest=image.digest, offset=image.offset, length=image.length, grid=image.grid)
-        pixels_to_wire(image.pixels, added)
+        if image.pixels is not None:
+            pixels_to_wire(image.pixels, added)
 
 
 def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> ScheduleRequest:
@@ -193,7 +193,9 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
 
 
 def _image_from_wire(message: scheduler_pb2.PromptImage) -> RowImage:
-    return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels_from_wire(message))
+    has_pixels = message.HasField("packed") or message.shape or message.pixels
+    pixels = pixels_from_wire(message) if has_pixels else None
+    return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels)
 
 
 def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import pybase64
 
 from common.errors import InvalidRequestError
+from common.recent_images import key_of
 from common.requests import ImageFile
 from gateway.batches.files import FileOwner, file_missing
 from gateway.images.formats import problem_of, problem_of_video
@@ -132,7 +134,8 @@ class Images:
             _check_format(data, reference)
             rate, is_video = reference.frames_per_second, reference.is_video_file
             images.append(ImageFile(data, reference.detail, (), rate, is_video))
-        return tuple(images)
+        keys = await asyncio.gather(*(asyncio.to_thread(key_of, image) for image in images))
+        return tuple(replace(image, key=key) for image, key in zip(images, keys, strict=True))
 
     async def _content_of(self, reference: ImageReference, owner: FileOwner, max_bytes: int) -> bytes:
         file = await self._files.get(owner, reference.value)

@@ -16,7 +16,7 @@ from common.logs import get_logger
 from common.rpc.channel import BalancedChannel
 from common.rpc.options import MAX_MESSAGE_BYTES
 from common.rpc.peers import Balance, Peers
-from common.types import Admission, ErrorCode, RequestFailure, RequestId
+from common.types import Admission, CacheMode, ErrorCode, RequestFailure, RequestId
 from common.wire.answers import admission_from_wire
 from gateway.pipeline.detokenizer_peer import DETOKENIZER, DetokenizerPeer
 from gateway.pipeline.tokenizer_peer import TOKENIZER, TokenizerPeer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import grpc
 
     from common.deltas import Delta
-    from common.requests import GenerateRequest
+    from common.requests import GenerateRequest, ImageFile
     from common.rpc.peers import Servers
     from common.types import ReplyTo
     from gateway.metrics import GatewayMetrics
@@ -55,6 +55,10 @@ class _Submission:
     request_id: RequestId
     listener: Listener
     unfinished: int
+    # The request, until it is answered, if it has images that the tokenizer may keep.
+    seeing: GenerateRequest | None = None
+    # A tokenizer has kept fewer of its images than it was thought to.
+    needs_images: bool = False
     # Set when it is sent.
     tokenizer: TokenizerPeer | None = None
     detokenizer: DetokenizerPeer | None = None
@@ -139,7 +143,9 @@ class GrpcPipeline:
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
         """Queue `request` for the next message."""
         request_id = request.request_id
-        self._submissions[request_id] = _Submission(request_id, listener, request.options.n)
+        may_keep = bool(request.image_files) and request.options.cache_mode is not CacheMode.NONE
+        seeing = request if may_keep else None
+        self._submissions[request_id] = _Submission(request_id, listener, request.options.n, seeing)
         self._outgoing[request_id] = request
         self._schedule_flush()
 
@@ -193,7 +199,7 @@ class GrpcPipeline:
         size = 0
         for request, reply_to in requests:
             encoded = message.generates.add()
-            write_generate(request, reply_to, encoded)
+            write_generate(request, reply_to, encoded, self._kept_by(tokenizer, request))
             own_size = encoded.ByteSize()
             if own_size > MAX_REQUEST_BYTES:
                 del message.generates[-1]
@@ -208,6 +214,13 @@ class GrpcPipeline:
             size += own_size
         if batch:
             self._send(tokenizer, message, batch)
+
+    def _kept_by(self, tokenizer: TokenizerPeer, request: GenerateRequest) -> Callable[[ImageFile], bool]:
+        """Return whether an image of a request is sent without its file, as the tokenizer keeps it."""
+        submission = self._submissions[request.request_id]
+        if submission.seeing is None or submission.needs_images:
+            return lambda _image: False
+        return lambda image: tokenizer.kept_images.has(request.view, image.key)
 
     def _refuse(self, request_id: RequestId, size: int) -> None:
         """Refuse a request that would break the stream, which all requests share."""
@@ -259,11 +272,32 @@ class GrpcPipeline:
             if submission is None:
                 continue
             submission.note_message()
+            if self._lacks_images(submission, admission):
+                continue
             if admission.rejected is not None:
                 if admission.rejected.code is ErrorCode.UNAVAILABLE and submission.detokenizer is not None:
                     submission.detokenizer.avoid()
                 self._remove(admission.request_id)
             submission.listener.on_admission(admission)
+
+    def _lacks_images(self, submission: _Submission, admission: Admission) -> bool:
+        """Note which images a tokenizer keeps; return whether a request is sent again because it lacks some."""
+        request, submission.seeing = submission.seeing, None
+        tokenizer = submission.tokenizer
+        if request is None or tokenizer is None:
+            return False
+        keys = [image.key for image in request.image_files]
+        if admission.keeps_images:
+            tokenizer.kept_images.note(request.view, keys)
+        if not admission.lacks_images or submission.needs_images:
+            return False
+        tokenizer.kept_images.forget(request.view, keys)
+        submission.release()
+        submission.seeing, submission.needs_images = request, True
+        submission.tokenizer = submission.detokenizer = None
+        self._outgoing[submission.request_id] = request
+        self._schedule_flush()
+        return True
 
     def on_delta(self, delta: Delta) -> None:
         """Pass output on to its request's listener."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from common.recent_images import KeptElsewhere
 from common.rpc.channel import is_serving, renew
 from common.rpc.peers import Health
 from common.rpc.status import answered
@@ -37,12 +38,17 @@ class TokenizerListener(Protocol):
 
 
 class TokenizerPeer:
-    """One tokenizer process; `pending` are the requests sent to it that it has not answered."""
+    """One tokenizer process; `pending` are the requests sent to it that it has not answered.
+
+    `kept_images` are the images that it has said it keeps.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, listener: TokenizerListener) -> None:
         """Prepare the stream, which `run` opens on `channel`, and closes with it."""
         self.channel = channel
         self.pending: set[RequestId] = set()
+        self.kept_images = KeptElsewhere()
+        self._listener = listener
         self._stub = stub = tokenizer_pb2_grpc.TokenizerStub(channel)
         self._health = Health(channel, SERVICE)
         self._link: StreamLink[tokenizer_pb2.TokenizerSubmitRequest, tokenizer_pb2.TokenizerSubmitResponse]
@@ -55,8 +61,12 @@ class TokenizerPeer:
             ),
             listener.on_response,
             on_connected=listener.on_tokenizer_connected,
-            on_disconnected=lambda reason: listener.on_tokenizer_broken(self, reason),
+            on_disconnected=self._on_disconnected,
         )
+
+    def _on_disconnected(self, reason: str) -> None:
+        self.kept_images.clear()
+        self._listener.on_tokenizer_broken(self, reason)
 
     @property
     def is_connected(self) -> bool:

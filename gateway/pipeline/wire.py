@@ -15,6 +15,8 @@ from gateway.pipeline.port import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.requests import GenerateRequest
     from common.types import ReplyTo
     from protos.gen.pando.v1 import detokenizer_pb2
@@ -42,8 +44,13 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
     return message
 
 
-def write_generate(request: GenerateRequest, reply_to: ReplyTo, message: tokenizer_pb2.GenerateRequest) -> None:
-    """Write a request into an empty message, in its place.
+def write_generate(
+    request: GenerateRequest,
+    reply_to: ReplyTo,
+    message: tokenizer_pb2.GenerateRequest,
+    is_kept: Callable[[ImageFile], bool] = lambda _image: False,
+) -> None:
+    """Write a request into an empty message, in its place; of images that the tokenizer keeps, only their keys.
 
     A message that is put into another one is copied, at each level: milliseconds for the file of a photograph.
     """
@@ -63,12 +70,12 @@ def write_generate(request: GenerateRequest, reply_to: ReplyTo, message: tokeniz
     message.MergeFrom(plain)
     message.MergeFrom(options_to_wire(request.options, tokenizer_pb2.GenerateRequest))
     for image in request.images:
-        _write_image(image, message.images.add())
+        _write_image(image.bare() if is_kept(image) else image, message.images.add())
     match request.prompt:
         case str(text):
             message.text = text
         case ChatPrompt() as chat:
-            _write_chat(chat, message.chat)
+            _write_chat(chat, message.chat, is_kept)
         case TokenPrompt(ids):
             message.token_ids.ids.extend(ids)
         case PooledText() as pooled:
@@ -93,11 +100,11 @@ def _pooled_to_wire(pooled: PooledText) -> tokenizer_pb2.PooledText:
 def chat_to_wire(chat: ChatPrompt) -> tokenizer_pb2.ChatPrompt:
     """Encode a conversation."""
     wire = tokenizer_pb2.ChatPrompt()
-    _write_chat(chat, wire)
+    _write_chat(chat, wire, lambda _image: False)
     return wire
 
 
-def _write_chat(chat: ChatPrompt, wire: tokenizer_pb2.ChatPrompt) -> None:
+def _write_chat(chat: ChatPrompt, wire: tokenizer_pb2.ChatPrompt, is_kept: Callable[[ImageFile], bool]) -> None:
     """See `write_generate`."""
     plain = tokenizer_pb2.ChatPrompt(
         tools_json=chat.tools_json,
@@ -118,7 +125,7 @@ def _write_chat(chat: ChatPrompt, wire: tokenizer_pb2.ChatPrompt) -> None:
         )
         for part in message.parts:
             if isinstance(part, ImageFile):
-                _write_image(part, added.parts.add().image)
+                _write_image(part.bare() if is_kept(part) else part, added.parts.add().image)
             else:
                 added.parts.add(text=part)
 
@@ -127,6 +134,8 @@ def _write_image(image: ImageFile, message: tokenizer_pb2.Image) -> None:
     message.data, message.detail = image.data, image.detail
     message.frames.extend(image.frames)
     message.is_video_file = image.is_video_file
+    if image.is_bare:
+        message.key = image.key
     if image.frames_per_second is not None:
         message.frames_per_second = image.frames_per_second
 

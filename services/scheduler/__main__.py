@@ -101,6 +101,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     )
     works = [
         group.run(), outlets.run(), loop.run(), begin_again("sleep", waker.run), loop.prefills.run(),
+        service.drop_images(),
         loop.roles.run(lambda: has_open_work(loop, service)),
         *use_encoders(settings.scheduler, security, loop, group),
         *publish_kv_events(settings, loop, fleet[1] if fleet else None),

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import heapq
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import grpc
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.recent_images import RecentImages
 from common.rpc.stream import MessageNumbers, accept_stream
 from common.types import GroupRole
 from common.wire.adapters import adapter_to_wire
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from common.settings import SchedulerSettings
-    from common.types import LoadReport, TokenIds, View
+    from common.types import LoadReport, Pixels, TokenIds, View
     from services.scheduler.audit_desk import CallerActs
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.types import CacheEvent
@@ -94,15 +95,21 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._acts = acts
         self._weights = weights
         self._sleep = sleep
+        # Pixels of recent requests, by view.
+        self._images: RecentImages[Pixels] = RecentImages(settings.vision.kept_bytes)
         # Computes prompts for other groups; None: not here.
         self.prefill_server: PrefillServer | None = None
+
+    async def drop_images(self) -> NoReturn:
+        """Drop the pixels that no request has used for some minutes, until cancelled."""
+        await self._images.run()
 
     async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
     ) -> None:
         """Submit batches of requests and aborts; admissions known at once are returned in one message per batch."""
         await accept_stream(context, is_numbered=True)
-        submissions = Submissions(self._loop)
+        submissions = Submissions(self._loop, self._images)
         reading = asyncio.create_task(submissions.read(_batches(request_iterator, submissions)))
         reported: LoadReport | None = None
 
@@ -258,6 +265,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Drop every cache entry that no running request needs."""
         self._credentials.require_admin_if_set(_metadata(context), "flush the cache")
         async with self._acts.act("cache.flush", context) as results:
+            self._images.clear()
             freed = results["freed_pages"] = self._core().memory.flush()
         return scheduler_pb2.FlushCacheResponse(freed_pages=freed)
 
@@ -270,6 +278,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         async with self._acts.act(
             "cache.forget", context, tenant=subject.tenant, subject=subject.name, session=session
         ) as results:
+            self._images.forget(subject)
             freed = results["freed_pages"] = self._core().forget(subject, session)
         return scheduler_pb2.ForgetResponse(freed_pages=freed)
 

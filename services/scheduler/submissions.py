@@ -1,4 +1,8 @@
-"""One stream of requests: those with a grammar reach the loop once it is compiled, the others at once."""
+"""One stream of requests: those with a grammar reach the loop once it is compiled, the others at once.
+
+Images of which a request has no pixels get those that an earlier request of its view has left, so that a request in the
+core always has all of its pixels, whatever becomes of its KV, its embeddings, or its row.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError
 from common.grammars import GrammarScope
+from common.recent_images import NOT_KEPT, pixels_key
 from common.room import SharedRoom
 from common.types import Admission, ErrorCode, RequestFailure, pixel_bytes
 
@@ -15,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.grammars import Grammar
-    from common.types import RequestId, RoleWish, ScheduleRequest, Subject
+    from common.recent_images import RecentImages
+    from common.types import Pixels, RequestId, RoleWish, RowImage, ScheduleRequest, Subject
 
 # Maximum number of requests of one stream that wait for their grammars.
 MAX_WAITING = 1024
@@ -23,6 +29,7 @@ MAX_WAITING = 1024
 MAX_WAITING_PIXELS = 256 * 1024 * 1024
 RETRY_AFTER_MS = 1000
 ABORTED = RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted")
+LACKS_IMAGES = RequestFailure(ErrorCode.UNAVAILABLE, NOT_KEPT, retryable=True, retry_after_ms=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,10 @@ class TakesRequests(Protocol):
 class Submissions:
     """Handles one stream, on the event loop."""
 
-    def __init__(self, loop: TakesRequests) -> None:
+    def __init__(self, loop: TakesRequests, images: RecentImages[Pixels]) -> None:
+        """Submit to `loop`; pixels are kept in `images`, which all streams share."""
         self._loop = loop
+        self._images = images
         self._waiting: dict[RequestId, asyncio.Task[None]] = {}
         # Each request's subject, and the bytes of its pixels.
         self._held: dict[RequestId, tuple[Subject, int]] = {}
@@ -117,11 +126,14 @@ class Submissions:
         """Return the admission, or None if it follows later."""
         if isinstance(submitted, Admission):
             return submitted
-        request = _with_scope(submitted)
+        completed = self._with_pixels(submitted)
+        if completed is None:
+            return Admission(submitted.request_id, len(submitted.token_ids), LACKS_IMAGES, lacks_images=True)
+        request = _with_scope(completed)
         grammar = request.options.sampling.grammar
         try:
             if grammar is None:
-                return self._loop.submit(request)
+                return self._submit_now(request)
             if request.request_id in self._waiting:
                 raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
             self._hold(request)
@@ -129,6 +141,33 @@ class Submissions:
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
         self._waiting[request.request_id] = asyncio.create_task(self._submit_later(request, grammar))
         return None
+
+    def _submit_now(self, request: ScheduleRequest) -> Admission:
+        """Submit a request; once it is accepted, keep its pixels for the next ones of its view."""
+        admission = self._loop.submit(request)
+        if admission.rejected is not None or not request.may_keep_images:
+            return admission
+        keeps = True
+        for image in request.images:
+            assert image.pixels is not None, "requests are completed before"
+            keeps = self._images.put(request.view, pixels_key(image), image.pixels) and keeps
+        return replace(admission, keeps_images=keeps)
+
+    def _with_pixels(self, request: ScheduleRequest) -> ScheduleRequest | None:
+        """Return a request with the pixels of all of its images, or None if some are not kept for its view."""
+        if all(image.pixels is not None for image in request.images):
+            return request
+        if not request.may_keep_images:
+            return None
+        images: list[RowImage] = []
+        for image in request.images:
+            pixels = image.pixels
+            if pixels is None:
+                pixels = self._images.get(request.view, pixels_key(image))
+            if pixels is None:
+                return None
+            images.append(replace(image, pixels=pixels))
+        return replace(request, images=tuple(images))
 
     def _hold(self, request: ScheduleRequest) -> None:
         """Take the room of a request that waits for its grammar, or raise QueueFullError."""
@@ -145,7 +184,7 @@ class Submissions:
     async def _submit_later(self, request: ScheduleRequest, grammar: Grammar) -> None:
         try:
             await self._loop.prepare(grammar)
-            admission = self._loop.submit(request)
+            admission = self._submit_now(request)
         except PandoError as error:
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
         except Exception as error:  # noqa: BLE001  (raised again by the task that answers)

@@ -15,6 +15,7 @@ from common.fleet.state import open_fleet
 from common.host import available_memory, available_processors
 from common.logs import get_logger
 from common.metrics import MODEL_INFO
+from common.recent_images import RecentImages
 from common.requests import ImageLimits
 from common.room import SharedRoom
 from common.rpc.channel import open_channel
@@ -37,7 +38,6 @@ from services.tokenizer.images.child import ChildLimits
 from services.tokenizer.images.containers import can_be_decoded
 from services.tokenizer.images.pool import ImagePool, usual_processes
 from services.tokenizer.images.prompts import NoImages, PreparedPrompts
-from services.tokenizer.images.recent import RecentImages
 from services.tokenizer.images.registry import read_processor
 from services.tokenizer.limits import ModelLimits
 from services.tokenizer.relay import RETRY_AFTER_MS, Relay

@@ -97,7 +97,7 @@ def check_images(images: Sequence[ImageFile], limits: ModelLimits, param: str) -
         message = f"The request has {len(images)} images; at most {limits.images.max_images} are allowed."
         raise InvalidRequestError(message, param=param)
     for image in images:
-        if not (image.data or (image.frames and all(image.frames))):
+        if not (image.data or image.is_bare or (image.frames and all(image.frames))):
             raise InvalidRequestError("An image is empty.", param=param)
         if image.size > limits.images.max_file_bytes:
             message = f"An image has {image.size} bytes; at most {limits.images.max_file_bytes} are allowed."

@@ -15,6 +15,7 @@ from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.tracing import is_recorded, record
 from common.types import Admission, CacheMode, RequestFailure, ScheduleRequest
+from services.tokenizer.images.pool import MissingImageError
 from services.tokenizer.images.prompts import PlacedPrompt
 from services.tokenizer.limits import allowed_context, check_prompt, check_request, param_of
 from services.tokenizer.pooled_text import EncodedPair
@@ -88,6 +89,7 @@ class _Pending:
     phase: RequestPhase = RequestPhase.ENCODING
     # For the admission, if the request asks for them.
     prompt_ids: tuple[int, ...] = ()
+    keeps_images: bool = False
     # Prepares its images; cancelled when it is aborted, so that those which wait are not decoded.
     placing: asyncio.Task[PlacedPrompt] | None = None
 
@@ -246,6 +248,7 @@ class Relay:
                 scheduled = replace(scheduled, prediction_ids=predicted)
             if isinstance(scheduled, ScheduleRequest) and submission.request.returns_prompt_ids:
                 pending.prompt_ids = tuple(self._images.shown(scheduled.token_ids).tolist())
+            pending.keeps_images = isinstance(result, PlacedPrompt) and result.are_kept
             if isinstance(scheduled, Admission):
                 self._answer(scheduled)
             else:
@@ -292,7 +295,8 @@ class Relay:
     def _try_schedule(self, submission: Submission, encoded: Encoded | PlacedPrompt) -> ScheduleRequest | Admission:
         request = submission.request
         if isinstance(encoded, PandoError):
-            return Admission(request.request_id, 0, encoded.to_failure())
+            lacks_images = isinstance(encoded, MissingImageError)
+            return Admission(request.request_id, 0, encoded.to_failure(), lacks_images=lacks_images)
         second_start = encoded.second_start if isinstance(encoded, EncodedPair) else None
         images = encoded.images if isinstance(encoded, PlacedPrompt) else ()
         token_ids = encoded.token_ids if isinstance(encoded, EncodedPair | PlacedPrompt) else encoded
@@ -323,6 +327,8 @@ class Relay:
             self._remove(admission.request_id)
             if admission.rejected is None and pending.prompt_ids:
                 admission = replace(admission, prompt_ids=pending.prompt_ids)
+            if admission.rejected is None and pending.keeps_images:
+                admission = replace(admission, keeps_images=True)
             pending.session.post(_in_terms_of(pending.request, admission))
 
     def _remove(self, request_id: RequestId) -> RequestPhase:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UnavailableError
+from common.recent_images import KeptElsewhere, pixels_key
 from common.rpc.channel import is_serving, renew
 from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink, StreamSource
@@ -65,6 +67,9 @@ class SchedulerLink:
         self._others_serve = False
         # The latest report of this stream; schedulers of earlier versions send none.
         self._load: LoadReport | None = None
+        # Images whose pixels the scheduler keeps, and the requests with images that it has not answered.
+        self._kept_images = KeptElsewhere()
+        self._seeing: dict[RequestId, ScheduleRequest] = {}
         self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
             StreamLink(
@@ -114,16 +119,29 @@ class SchedulerLink:
             UnavailableError: the scheduler is unavailable, or does not keep up.
         """
         sent: list[RequestId] = []
-        for part in split(requests):
-            message = scheduler_pb2.SchedulerSubmitRequest()
-            for request in part:
-                write_schedule_request(request, message.schedules.add())
+        for part in split([self._without_known_pixels(request) for request in requests]):
             try:
-                self._link.send(message)
+                self._send(part)
             except UnavailableError:
                 self.abort(sent)
                 raise
             sent.extend(request.request_id for request in part)
+        self._seeing.update((request.request_id, request) for request in requests if request.may_keep_images)
+
+    def _send(self, requests: Iterable[ScheduleRequest]) -> None:
+        message = scheduler_pb2.SchedulerSubmitRequest()
+        for request in requests:
+            write_schedule_request(request, message.schedules.add())
+        self._link.send(message)
+
+    def _without_known_pixels(self, request: ScheduleRequest) -> ScheduleRequest:
+        if not request.may_keep_images:
+            return request
+        images = tuple(
+            replace(image, pixels=None) if self._kept_images.has(request.view, pixels_key(image)) else image
+            for image in request.images
+        )
+        return replace(request, images=images)
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session.
@@ -143,7 +161,10 @@ class SchedulerLink:
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Send aborts now, or when the scheduler reconnects, since it may still run the requests."""
-        self._kept_aborts.extend(request_ids)
+        aborted = list(request_ids)
+        for request_id in aborted:
+            self._seeing.pop(request_id, None)
+        self._kept_aborts.extend(aborted)
         if self.is_connected:
             self._send_aborts()
 
@@ -174,7 +195,28 @@ class SchedulerLink:
         if self._listener is not None:
             if self._load is not None:
                 self._listener.on_load(self._load)
-            self._listener.on_admissions(admission_from_wire(admission) for admission in message.admissions)
+            answers = (self._answered(admission_from_wire(admission)) for admission in message.admissions)
+            self._listener.on_admissions([answer for answer in answers if answer is not None])
+
+    def _answered(self, admission: Admission) -> Admission | None:
+        """Return the answer to a request, or None if it is sent again because the scheduler lacks pixels."""
+        request = self._seeing.pop(admission.request_id, None)
+        # These two are about the pixels here; the tokenizer says itself which files it keeps or lacks.
+        answer = replace(admission, keeps_images=False, lacks_images=False)
+        if request is None:
+            return answer
+        keys = [pixels_key(image) for image in request.images]
+        if admission.keeps_images:
+            self._kept_images.note(request.view, keys)
+        if not admission.lacks_images:
+            return answer
+        self._kept_images.forget(request.view, keys)
+        try:
+            self._send([request])
+        except UnavailableError as error:
+            return replace(answer, rejected=error.to_failure())
+        self._seeing[request.request_id] = request
+        return None
 
     def _on_connected(self) -> None:
         if self._others_serve:
@@ -184,6 +226,8 @@ class SchedulerLink:
 
     def _on_disconnected(self, _reason: str) -> None:
         self._load = None
+        self._kept_images.clear()
+        self._seeing.clear()
         if self._listener is not None:
             self._listener.on_scheduler_lost()
 

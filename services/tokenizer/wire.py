@@ -147,4 +147,6 @@ def _part_from_wire(message: tokenizer_pb2.ContentPart) -> str | ImageFile:
 
 def _image_from_wire(message: tokenizer_pb2.Image) -> ImageFile:
     rate = message.frames_per_second if message.HasField("frames_per_second") else None
-    return ImageFile(message.data, message.detail or "auto", tuple(message.frames), rate, message.is_video_file)
+    return ImageFile(
+        message.data, message.detail or "auto", tuple(message.frames), rate, message.is_video_file, message.key
+    )

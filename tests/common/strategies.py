@@ -150,6 +150,8 @@ admissions = complete(
     rejected=st.none() | failures,
     prompt_ids=st.lists(TOKEN, max_size=3).map(tuple),
     conversation_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    lacks_images=st.booleans(),
+    keeps_images=st.booleans(),
 )
 resumes = complete(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
 prompt_logprobs = complete(
@@ -198,7 +200,8 @@ prompt_images = complete(
     offset=COUNT,
     length=COUNT,
     grid=st.lists(COUNT, max_size=3).map(tuple),
-    pixels=st.lists(FLOAT, max_size=4).map(lambda values: np.array(values, np.float32).reshape(1, -1)),
+    # None: the scheduler keeps them.
+    pixels=st.none() | st.lists(FLOAT, max_size=4).map(lambda values: np.array(values, np.float32).reshape(1, -1)),
     # Chosen by schedulers.
     output=st.none(),
 )
@@ -227,6 +230,8 @@ image_files = complete(
     frames=st.lists(st.binary(max_size=8), max_size=3).map(tuple),
     frames_per_second=st.none() | st.floats(0.1, 1000),
     is_video_file=st.booleans(),
+    # Sent in place of a file only.
+    key=st.just(b""),
 )
 chat_messages = complete(
     ChatMessage,

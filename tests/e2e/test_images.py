@@ -285,13 +285,16 @@ def test_users_cannot_write_placeholders(seeing: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == len(chat_prompt(SMALL).ids) + len("<|image_pad|>")
 
 
-@pytest.mark.parametrize("dies", [pytest.param("encoding", marks=pytest.mark.extended), "answering"])
+@pytest.mark.parametrize("dies", [pytest.param("encoding", marks=pytest.mark.extended), "answering", "known"])
 def test_an_answer_goes_on_after_its_worker_has_died(seeing: Served, dies: str) -> None:
+    # A known image comes without its file and its pixels, and its KV and embeddings are lost with the worker.
     question, tokens = message(WIDE, "Tell a long story about it."), 200
     whole = ask(seeing, "gus", question, tokens=tokens)["choices"][0]["token_ids"]
     restarts = seeing.deployment.restarts_of("worker")
     found: list[int] = []
     body = body_of(seeing, f"hal {dies}", question, tokens=tokens) | {"stream": True}
+    if dies == "known":
+        ask(seeing, f"hal {dies}", message(WIDE, "What is it?"), tokens=1)
     if dies == "encoding":
         # It dies with the image that it was sent; if that has not arrived by then, the next worker gets it alone.
         seeing.deployment.kill("worker", signal.SIGSTOP)
@@ -301,12 +304,25 @@ def test_an_answer_goes_on_after_its_worker_has_died(seeing: Served, dies: str) 
             if not line.startswith("data: {"):
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                if choice.get("token_ids") and not found and dies == "answering":
+                if choice.get("token_ids") and not found and dies != "encoding":
                     seeing.deployment.kill("worker")
                 found += choice.get("token_ids") or []
     assert found == whole
     wait_until(lambda: seeing.deployment.restarts_of("worker") > restarts)
     wait_until(seeing.is_ready, timeout_s=120.0)
+
+
+@pytest.mark.parametrize("dies", ["tokenizer", "scheduler"])
+def test_known_images_are_seen_after_what_kept_them_has_died(seeing: Served, directory: Path, dies: str) -> None:
+    parts = (SMALL, WIDE, "Compare.")
+    tokens = continued(directory, chat_prompt(*parts), TOKENS)
+    user, restarts = f"liv {dies}", seeing.deployment.restarts_of(dies)
+    ask(seeing, user, message(SMALL, WIDE, "What is it?"), tokens=1)
+    seeing.deployment.kill(dies)
+    wait_until(lambda: seeing.deployment.restarts_of(dies) > restarts)
+    wait_until(seeing.is_ready, timeout_s=120.0)
+    for _ in range(2):
+        assert ask(seeing, user, message(*parts))["choices"][0]["token_ids"] == tokens
 
 
 def test_the_command_line_sends_images(seeing: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

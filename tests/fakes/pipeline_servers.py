@@ -43,6 +43,9 @@ class FakeServices:
     automatic: int = 1_000_000
     admits: bool = True
     rejection: common_pb2.RequestError | None = None
+    # Whether images are said to be kept, and whether requests that name one by its key are refused as not kept.
+    keeps_images: bool = False
+    lacks_images: bool = False
     requests: list[tokenizer_pb2.GenerateRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Requests that the services deny to know.
@@ -170,10 +173,19 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                 yield tokenizer_pb2.TokenizerSubmitResponse(admissions=[self._admit(one) for one in message.generates])
 
     def _admit(self, request: tokenizer_pb2.GenerateRequest) -> common_pb2.Admission:
-        rejection = self._services.rejection
+        services, rejection = self._services, self._services.rejection
+        lacks_images = services.lacks_images and any(image.key for image in request.images)
+        if lacks_images:
+            rejection = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="not kept")
         if rejection is None:
-            self._services.begin(request)
-        return common_pb2.Admission(request_id=request.request_id, prompt_tokens=7, rejected=rejection)
+            services.begin(request)
+        return common_pb2.Admission(
+            request_id=request.request_id,
+            prompt_tokens=7,
+            rejected=rejection,
+            lacks_images=lacks_images,
+            keeps_images=services.keeps_images and rejection is None,
+        )
 
     async def FindUnadmitted(
         self, request: tokenizer_pb2.FindUnadmittedRequest, context: Any

@@ -27,6 +27,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.others_serve = False
         self.wishes: list[scheduler_pb2.RoleWish] = []
         self.rejection: common_pb2.RequestError | None = None
+        # Of the images of accepted requests.
+        self.keeps_images = False
+        # Whether requests with images that have no pixels are refused, and have to be sent again.
+        self.lacks_images = False
         self.sessions: set[tuple[str, str]] = set()
         # Reported with every answer; None: never, as by schedulers of earlier versions.
         self.load: scheduler_pb2.SchedulerLoad | None = None
@@ -70,15 +74,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self._changed.set()
             if message.schedules and self.answers:
                 yield scheduler_pb2.SchedulerSubmitResponse(
-                    admissions=[
-                        common_pb2.Admission(
-                            request_id=schedule.request_id,
-                            rejected=self.rejection,
-                            prompt_tokens=len(schedule.token_ids),
-                        )
-                        for schedule in message.schedules
-                    ]
+                    admissions=[self._admission(schedule) for schedule in message.schedules]
                 )
+
+    def _admission(self, schedule: scheduler_pb2.ScheduleRequest) -> common_pb2.Admission:
+        lacks_images = self.lacks_images and not all(image.shape for image in schedule.images)
+        unavailable = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="not kept")
+        return common_pb2.Admission(
+            request_id=schedule.request_id,
+            rejected=unavailable if lacks_images else self.rejection,
+            prompt_tokens=len(schedule.token_ids),
+            lacks_images=lacks_images,
+            keeps_images=self.keeps_images and bool(schedule.images) and not lacks_images,
+        )
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         self.sessions.add((wish.view.subject.name, wish.session))

@@ -286,6 +286,8 @@ class SchedulerCore:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
         if request.images and not self.config.sees_images:
             raise InvalidRequestError("The model's workers have no encoder of images.", param="prompt")
+        if any(image.pixels is None for image in request.images):
+            raise InvalidRequestError("An image has no pixels.", param="prompt")
         image_spans(ids, request.images)
         block = self.config.vision.block
         if block and any(end - start != block for start, end in runs_of(np.flatnonzero(ids < 0))):

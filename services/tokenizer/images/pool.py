@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
+from common.recent_images import EXPIRY_S, NOT_KEPT, key_of
 from common.room import SharedRoom
 from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
 from services.tokenizer.images.decoding_process import ABANDONED_S, DecodingProcess
 from services.tokenizer.images.faults import described
 from services.tokenizer.images.processor import PreparedImage, RefusedImageError, prepared, prepared_video
-from services.tokenizer.images.recent import key_of
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from common.recent_images import RecentImages
     from common.requests import ImageFile
     from common.types import Subject, View
     from services.tokenizer.images.child import ChildLimits
     from services.tokenizer.images.processor import Grid, ImageProcessor, JsonObject
-    from services.tokenizer.images.recent import RecentImages
 
 # Pause after a process that did not start.
 RETRY_S = 1.0
@@ -44,8 +44,6 @@ IMAGE_COST = 65_536
 SECOND_COST = 16 * 1024 * 1024
 # Of replacing a process, in seconds of decoding.
 REPLACEMENT_S = 0.5
-# Between searches for images that are not kept any longer.
-EXPIRY_S = 15.0
 # For how long a tenant that has sent an image is expected to send another one.
 PRESENCE_S = 300.0
 # Of processes, where their number is not configured: one user cannot use the last one.
@@ -72,6 +70,10 @@ class _Job:
         return self.file.size + IMAGE_COST
 
 
+class MissingImageError(UnavailableError):
+    """An image that is named by its key alone is not kept for the view; it has to be sent."""
+
+
 class ImagePool:
     """Prepares images in `processes` confined processes, each of which is replaced when it ends.
 
@@ -83,7 +85,7 @@ class ImagePool:
 
     def __init__(
         self, directory: Path, processor: ImageProcessor, limits: ChildLimits, processes: int, timeout_s: float,
-        recent: RecentImages,
+        recent: RecentImages[PreparedImage],
     ) -> None:  # fmt: skip
         """Cut images for the model in `directory`, whose processor is `processor`; an image may take `timeout_s`."""
         self._arguments = (
@@ -124,13 +126,16 @@ class ImagePool:
         None: neither.
 
         Raises:
+            MissingImageError: an image has nothing but its key, and is not kept for `view`.
             InvalidRequestError: an image is refused, and the text says which one and why; or the pixels of all take
                 more than `max_bytes`.
             QueueFullError: too many images are waiting.
         """
         # Hashing megabytes would delay the event loop, and the images of a request one after the other its answer.
-        keys = await asyncio.gather(*(asyncio.to_thread(key_of, file) for file in files)) if view else []
+        keys = await asyncio.gather(*map(_key_of, files)) if view else []
         found = [self._recent.get(view, key) for key in keys] if view else [None] * len(files)
+        if any(file.is_bare and image is None for file, image in zip(files, found, strict=True)):
+            raise MissingImageError(NOT_KEPT, retry_after_ms=0)
         pieces = sum(-(-file.size // PIECE_BYTES) for file, image in zip(files, found, strict=True) if image is None)
         self._room.take(subject, pieces)
         started = time.perf_counter()
@@ -158,6 +163,10 @@ class ImagePool:
                 self._recent.put(view, key, image)
         metrics.IMAGE_SECONDS.observe(time.perf_counter() - started)
         return images
+
+    def keeps(self, image: PreparedImage) -> bool:
+        """Return whether an image is small enough to be kept."""
+        return self._recent.fits(image)
 
     async def _gathered(
         self, wanted: Sequence[_Job | PreparedImage], param: str, max_bytes: int
@@ -378,6 +387,10 @@ def _hurried(deadline: asyncio.Timeout, result: asyncio.Future[Any]) -> Iterator
     finally:
         is_over = True
         result.remove_done_callback(hurry)
+
+
+async def _key_of(file: ImageFile) -> bytes:
+    return file.key if file.is_bare else await asyncio.to_thread(key_of, file)
 
 
 def _prepared(processor: ImageProcessor, grid: Grid, values: bytes, times: FrameTimes | None) -> PreparedImage:

@@ -202,6 +202,11 @@ class PreparedImage:
     before: str = ""
     after: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """The room that its pixels take."""
+        return self.pixels.nbytes
+
 
 def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedImage:
     """Return a picture of which a confined process has returned the grid and the values.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +32,8 @@ class PlacedPrompt:
 
     token_ids: TokenIds
     images: tuple[RowImage, ...]
+    # Whether the next requests of the view may name them by their keys alone.
+    are_kept: bool = False
 
 
 class ImagePrompts(Protocol):
@@ -48,6 +50,7 @@ class ImagePrompts(Protocol):
         Images are kept for further requests of `view`, if there is one, and need not be decoded again then.
 
         Raises:
+            MissingImageError: an image has nothing but its key, and is not kept.
             InvalidRequestError: an image is refused, or there are more or fewer placeholders than images.
             QueueFullError: too many images are waiting.
         """
@@ -106,7 +109,8 @@ class PreparedPrompts:
         placed.sort(key=itemgetter(0))
         prepared = await self._pool.prepare(subject, [file for _, file in placed], param, MAX_PIXEL_BYTES, view)
         # Off the event loop: much text may stand beside an image.
-        return await asyncio.to_thread(self._placed, token_ids, placed, prepared)
+        prompt = await asyncio.to_thread(self._placed, token_ids, placed, prepared)
+        return replace(prompt, are_kept=view is not None and all(map(self._pool.keeps, prepared)))
 
     def shown(self, token_ids: TokenIds) -> TokenIds:
         return np.where(token_ids < 0, np.int32(self._placeholder), token_ids)

@@ -11,8 +11,11 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind, GrammarScope
+from common.recent_images import RecentImages
 from common.types import (
     Admission,
+    CacheMode,
+    ErrorCode,
     ReplyTo,
     RequestId,
     RequestOptions,
@@ -30,6 +33,9 @@ from services.scheduler.submissions import Batch, Submissions
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from common.types import Pixels
+
+KEPT_BYTES = 1024 * 1024
 SLOW = Grammar(GrammarKind.REGEX, "slow", "regex")
 BAD = Grammar(GrammarKind.REGEX, "(", "guided_regex")
 
@@ -43,10 +49,14 @@ class Loop:
         self.wishes: list[RoleWish] = []
         self.prepared: list[Grammar] = []
         self.is_compiled = asyncio.Event()
-        self.has_defect = False
+        self.has_defect = self.refuses = False
+        self.requests: list[ScheduleRequest] = []
 
     def submit(self, request: ScheduleRequest) -> Admission:
+        if self.refuses:
+            return Admission(request.request_id, 1, InvalidRequestError("refused").to_failure())
         self.taken.append(request.request_id)
+        self.requests.append(request)
         return Admission(request.request_id, len(request.token_ids))
 
     def abort(self, request_id: RequestId) -> None:
@@ -80,9 +90,9 @@ def request(name: str, grammar: Grammar | None = None) -> ScheduleRequest:
 class Stream:
     """One Submit stream, message by message."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.loop = Loop()
-        self.submissions = Submissions(self.loop)
+        self.submissions = Submissions(self.loop, RecentImages(kept_bytes))
         self.messages: asyncio.Queue[Batch | None] = asyncio.Queue()
         self.reading = asyncio.create_task(self.submissions.read(self._sent()))
         self.answers = self.submissions.answers()
@@ -187,6 +197,84 @@ async def test_images_that_wait_for_grammars_are_bounded_and_leave_room_for_text
     assert await stream.next() == [("three", None)]
 
 
+PIXELS, OTHERS = np.zeros((4, 2), np.float32), np.ones((4, 2), np.float32)
+ANN = View(Subject("t", "u"))
+
+
+def seen(
+    name: str, *images: tuple[bytes, Pixels | None], view: View = ANN, mode: CacheMode = CacheMode.DEFAULT
+) -> ScheduleRequest:
+    rows = tuple(RowImage(digest, i, 1, (1, 1), pixels) for i, (digest, pixels) in enumerate(images))
+    own = request(name)
+    return replace(own, view=view, images=rows, options=replace(own.options, cache_mode=mode))
+
+
+async def admitted(stream: Stream, asked: ScheduleRequest) -> Admission:
+    stream.send(asked)
+    async with asyncio.timeout(30):
+        (answer,) = await anext(stream.answers)
+    return answer
+
+
+async def test_images_without_pixels_get_those_that_an_earlier_request_of_the_view_has_left() -> None:
+    stream = Stream()
+    first = await admitted(stream, seen("first", (b"a", PIXELS)))
+    assert (first.rejected, first.keeps_images, first.lacks_images) == (None, True, False)
+    again = await admitted(stream, seen("again", (b"b", OTHERS), (b"a", None)))
+    assert (again.rejected, again.keeps_images) == (None, True)
+    first_image, second_image = stream.loop.requests[-1].images
+    assert first_image.pixels is OTHERS
+    assert second_image.pixels is PIXELS
+    plain = await admitted(stream, request("plain"))
+    assert (plain.rejected, plain.keeps_images) == (None, False)
+
+
+async def test_images_that_are_not_kept_for_the_view_are_asked_for_whoever_has_sent_them() -> None:
+    stream = Stream()
+    await admitted(stream, seen("first", (b"a", PIXELS)))
+    lacking = [
+        seen("unknown", (b"b", None)),
+        seen("beside", (b"b", OTHERS), (b"c", None)),
+        seen("salt", (b"a", None), view=View(Subject("t", "u"), "salt")),
+        seen("other", (b"a", None), view=View(Subject("t", "v"))),
+        seen("none", (b"a", None), mode=CacheMode.NONE),
+        replace(seen("grid"), images=(RowImage(b"a", 0, 1, (2, 2)),)),
+    ]
+    for asked in lacking:
+        answer = await admitted(stream, asked)
+        assert answer.rejected is not None
+        assert (answer.rejected.code, answer.lacks_images, answer.keeps_images) == (ErrorCode.UNAVAILABLE, True, False)
+    assert stream.loop.taken == ["first"]
+    # Nothing of them was kept, not even pixels that a refused request had.
+    assert (await admitted(stream, seen("later", (b"b", None)))).lacks_images
+
+
+@pytest.mark.parametrize("way", ["none", "refused"])
+async def test_nothing_is_kept_of_requests_that_are_refused_or_use_no_cache(way: str) -> None:
+    stream = Stream()
+    stream.loop.refuses = way == "refused"
+    mode = CacheMode.NONE if way == "none" else CacheMode.DEFAULT
+    assert not (await admitted(stream, seen("first", (b"a", PIXELS), mode=mode))).keeps_images
+    stream.loop.refuses = False
+    assert (await admitted(stream, seen("again", (b"a", None)))).lacks_images
+
+
+async def test_images_too_large_to_keep_are_not_said_to_be_kept() -> None:
+    stream = Stream(kept_bytes=0)
+    answer = await admitted(stream, seen("first", (b"a", PIXELS)))
+    assert (answer.rejected, answer.keeps_images) == (None, False)
+
+
+async def test_a_request_with_a_grammar_gets_and_leaves_pixels_too() -> None:
+    stream = Stream()
+    stream.loop.is_compiled.set()
+    bound = replace(request("bound", SLOW), images=(RowImage(b"a", 0, 1, (1, 1), PIXELS),))
+    assert (await admitted(stream, bound)).keeps_images
+    bare = replace(request("bare", SLOW), images=(RowImage(b"a", 0, 1, (1, 1)),))
+    assert (await admitted(stream, bare)).rejected is None
+    assert stream.loop.requests[-1].images[0].pixels is PIXELS
+
+
 async def test_an_error_of_the_peer_s_stream_is_raised_by_the_answers() -> None:
     class GoneError(Exception):
         pass
@@ -198,7 +286,7 @@ async def test_an_error_of_the_peer_s_stream_is_raised_by_the_answers() -> None:
         async def __anext__(self) -> Batch:
             raise GoneError
 
-    broken = Submissions(Loop())
+    broken = Submissions(Loop(), RecentImages(KEPT_BYTES))
     await broken.read(Broken())
     with pytest.raises(GoneError):
         await anext(broken.answers())

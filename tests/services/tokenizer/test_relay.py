@@ -12,6 +12,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.requests import ImageFile, ImageLimits, Prompt, TokenPrompt
 from common.room import SharedRoom
 from common.types import Admission, CacheMode, ErrorCode, RequestId, RowImage, ScheduleRequest, Subject, View
+from services.tokenizer.images.pool import MissingImageError
 from services.tokenizer.images.prompts import PlacedPrompt
 from services.tokenizer.relay import GatewaySession, Relay
 from tests.services.tokenizer.generate_requests import LIMITS, submission
@@ -91,6 +92,7 @@ class Placing:
         self.error: Exception | None = None
         self.calls = self.cancelled = 0
         self.views: list[View | None] = []
+        self.are_kept = False
 
     async def place(
         self, _subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str, view: View | None = None
@@ -106,7 +108,8 @@ class Placing:
             raise self.error
         assert param == "prompt"
         images = tuple(RowImage(file.data, len(token_ids) + 3 * i, 3, ()) for i, file in enumerate(files))
-        return PlacedPrompt(np.concatenate([token_ids, np.full(3 * len(files), -7, np.int32)]), images)
+        with_images = np.concatenate([token_ids, np.full(3 * len(files), -7, np.int32)])
+        return PlacedPrompt(with_images, images, self.are_kept)
 
     def shown(self, token_ids: TokenIds) -> TokenIds:
         return np.where(token_ids < 0, np.int32(49), token_ids)
@@ -429,6 +432,34 @@ async def test_images_are_kept_for_the_view_unless_the_request_does_not_use_the_
         bench.relay.submit(bench.session, [submission(name, images=(PICTURE,), view=own, cache_mode=mode)])
     await settle()
     assert bench.placing.views == [own, own, None]
+
+
+async def test_the_gateway_learns_whether_images_of_an_accepted_request_are_kept(bench: Bench) -> None:
+    bench.placing.may_finish.set()
+    for name, are_kept in {"kept": True, "not": False, "refused": True}.items():
+        bench.placing.are_kept = are_kept
+        bench.relay.submit(bench.session, [submission(name, images=(PICTURE,))])
+        await settle()
+    bench.admit("kept", "not")
+    bench.relay.on_admissions([Admission(RequestId("refused"), 2, UnavailableError("full").to_failure())])
+    answers = await asyncio.wait_for(bench.session.take(), 30)
+    assert {each.request_id: each.keeps_images for each in answers} == {"kept": True, "not": False, "refused": False}
+
+
+async def test_the_gateway_is_asked_for_an_image_that_is_not_kept(bench: Bench) -> None:
+    bench.placing.may_finish.set()
+    bench.placing.error = MissingImageError("not kept")
+    bare = replace(PICTURE, key=b"key").bare()
+    bench.relay.submit(bench.session, [submission("a", images=(bare,))])
+    (answer,) = await asyncio.wait_for(bench.session.take(), 30)
+    assert answer.rejected is not None
+    assert (answer.rejected.code, answer.lacks_images) == (ErrorCode.UNAVAILABLE, True)
+    assert bench.scheduler.batches == []
+    # The same request, with the image this time.
+    bench.placing.error = None
+    bench.relay.submit(bench.session, [submission("a", images=(PICTURE,))])
+    await settle()
+    assert bench.scheduler.names == ["a"]
 
 
 async def test_a_refused_image_rejects_its_request(bench: Bench) -> None:

@@ -762,6 +762,9 @@ class PromptImage(_message.Message):
     """
     length: _builtins.int
     pixels: _builtins.bytes
+    """Without pixels, packed or not, the scheduler uses those that it keeps of this image for the request's view. If it
+    keeps none, it answers with lacks_images.
+    """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in RowImage."""

@@ -459,6 +459,7 @@ class Image(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     FRAMES_PER_SECOND_FIELD_NUMBER: _builtins.int
     IS_VIDEO_FILE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The encoded file of a picture: JPEG, PNG, WebP or GIF; or of a video."""
     detail: _builtins.str
@@ -469,6 +470,10 @@ class Image(_message.Message):
     """
     is_video_file: _builtins.bool
     """Whether `data` is the file of a video: MP4 or WebM."""
+    key: _builtins.bytes
+    """With neither `data` nor `frames`: the tokenizer uses the image that it keeps under this key, the SHA-256 of the file
+    and of how it is to be prepared, for the request's view. If it keeps none, it answers with lacks_images.
+    """
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Of a video, in place of `data`: its frames, each a file of a picture."""
@@ -481,10 +486,11 @@ class Image(_message.Message):
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
         frames_per_second: _builtins.float | None = ...,
         is_video_file: _builtins.bool = ...,
+        key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "frames_per_second", b"frames_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "data", b"data", "detail", b"detail", "frames", b"frames", "frames_per_second", b"frames_per_second", "is_video_file", b"is_video_file"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "data", b"data", "detail", b"detail", "frames", b"frames", "frames_per_second", b"frames_per_second", "is_video_file", b"is_video_file", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frames_per_second: _TypeAlias = _typing.Literal["frames_per_second"]  # noqa: Y015
     _WhichOneofArgType__frames_per_second: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second"]  # noqa: Y015

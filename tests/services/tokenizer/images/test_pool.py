@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +20,13 @@ from PIL import Image
 from structlog.testing import capture_logs
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
+from common.recent_images import RecentImages, key_of
 from common.requests import ImageFile
 from common.types import ErrorCode, Subject, View
 from services.tokenizer.images import decoding_process, pool
 from services.tokenizer.images.child import LENGTH, ChildLimits
-from services.tokenizer.images.pool import WAITING_PIECES, ImagePool, usual_processes
-from services.tokenizer.images.processor import Detail, prepared, prepared_video
-from services.tokenizer.images.recent import RecentImages
+from services.tokenizer.images.pool import WAITING_PIECES, ImagePool, MissingImageError, usual_processes
+from services.tokenizer.images.processor import Detail, PreparedImage, prepared, prepared_video
 from services.tokenizer.images.registry import read_processor
 from services.tokenizer.images.sampling import FrameTimes
 from tests.services.tokenizer.images.pictures import file_of, picture
@@ -50,7 +51,7 @@ class Bench:
         self, directory: Path, timeout_s: float = 60.0, processes: int = 1, limits: ChildLimits = LIMITS
     ) -> None:
         self.processor = read_processor(directory, "<image>")
-        self.recent = RecentImages(KEPT_BYTES)
+        self.recent: RecentImages[PreparedImage] = RecentImages(KEPT_BYTES)
         self.pool = ImagePool(directory, self.processor, limits, processes, timeout_s, self.recent)
 
     @property
@@ -122,6 +123,26 @@ async def test_an_image_that_its_view_sends_again_is_not_decoded_again(bench: Be
         await bench.pool.prepare(ADA, [first, damaged], "messages", MOST_BYTES, view)
     with pytest.raises(InvalidRequestError, match="the first 2 of 2 take"):
         await bench.pool.prepare(ADA, [first, second], "messages", again.pixels.nbytes, view)
+
+
+async def test_an_image_is_found_by_its_key_alone_in_the_view_that_sent_it_only(bench: Bench) -> None:
+    file = ImageFile(file_of(picture(60, 60, seed=1)))
+    bare, view = replace(file, key=key_of(file)).bare(), View(ADA)
+    (decoded,) = await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES, view)
+    (found,) = await bench.pool.prepare(ADA, [bare], "messages", MOST_BYTES, view)
+    assert found is decoded
+    assert bench.pool.keeps(found)
+    # With a file, what the sender calls it does not matter.
+    misnamed = ImageFile(file_of(picture(60, 60, seed=2)), key=bare.key)
+    for _ in range(2):
+        (image,) = await bench.pool.prepare(ADA, [misnamed], "messages", MOST_BYTES, view)
+        assert image.digest != decoded.digest
+    for other in (None, View(ADA, "other"), View(Subject("acme", "bob"))):
+        for unknown in (bare, replace(bare, key=b"never sent")):
+            with pytest.raises(MissingImageError, match="not kept any more"):
+                await bench.pool.prepare(ADA, [file, unknown], "messages", MOST_BYTES, other)
+    # Nothing was put into the other views, not even the image beside the missing one.
+    assert bench.recent.get(View(ADA, "other"), key_of(file)) is None
 
 
 async def test_videos_are_those_that_this_process_would_cut(bench: Bench) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from common.recent_images import KEPT_S, LEAST_BYTES, MOST_KNOWN, KeptElsewhere, RecentImages, key_of, pixels_key
 from common.requests import ImageFile
-from common.types import PackedPixels, Subject, View
+from common.types import PackedPixels, RowImage, Subject, View
 from services.tokenizer.images.processor import PreparedImage
-from services.tokenizer.images.recent import KEPT_S, LEAST_BYTES, RecentImages, key_of
 
 ADA, BOB = View(Subject("acme", "user/ada")), View(Subject("acme", "user/bob"))
 
@@ -29,7 +31,8 @@ def image(nbytes: int = LEAST_BYTES) -> PreparedImage:
 
 
 def test_an_image_is_found_by_its_view_and_key_only() -> None:
-    recent, kept = RecentImages(10 * LEAST_BYTES), image()
+    kept = image()
+    recent: RecentImages[PreparedImage] = RecentImages(10 * LEAST_BYTES)
     recent.put(ADA, b"a", kept)
     assert recent.get(ADA, b"a") is kept
     assert recent.get(ADA, b"b") is None
@@ -38,7 +41,7 @@ def test_an_image_is_found_by_its_view_and_key_only() -> None:
 
 
 def test_the_subject_that_holds_most_loses_what_it_has_not_used_for_longest() -> None:
-    recent = RecentImages(4 * LEAST_BYTES)
+    recent: RecentImages[PreparedImage] = RecentImages(4 * LEAST_BYTES)
     recent.put(BOB, b"his", image())
     for key in (b"1", b"2", b"3"):
         recent.put(ADA, key, image())
@@ -52,7 +55,7 @@ def test_the_subject_that_holds_most_loses_what_it_has_not_used_for_longest() ->
 
 @pytest.mark.parametrize("names", ["salts", "users"])
 def test_no_party_takes_the_place_of_others_under_many_names(names: str) -> None:
-    recent = RecentImages(16 * LEAST_BYTES)
+    recent: RecentImages[PreparedImage] = RecentImages(16 * LEAST_BYTES)
     for key in (b"1", b"2", b"3"):
         recent.put(ADA, key, image())
     for number in range(100):
@@ -64,21 +67,21 @@ def test_no_party_takes_the_place_of_others_under_many_names(names: str) -> None
 
 
 def test_small_images_count_and_images_that_are_too_large_are_not_kept() -> None:
-    recent = RecentImages(2 * LEAST_BYTES)
+    recent: RecentImages[PreparedImage] = RecentImages(2 * LEAST_BYTES)
     for number in range(100):
         recent.put(ADA, bytes([number]), image(3))
     assert recent.nbytes == 2 * LEAST_BYTES
     recent.put(ADA, b"large", image(2 * LEAST_BYTES + 3))
     assert recent.get(ADA, b"large") is None
     assert recent.get(ADA, bytes([99])) is not None
-    none = RecentImages(0)
+    none: RecentImages[PreparedImage] = RecentImages(0)
     none.put(ADA, b"a", image())
     assert (none.get(ADA, b"a"), none.nbytes) == (None, 0)
 
 
 def test_an_image_is_dropped_some_time_after_its_last_use() -> None:
     clock = Clock()
-    recent = RecentImages(10 * LEAST_BYTES, clock)
+    recent: RecentImages[PreparedImage] = RecentImages(10 * LEAST_BYTES, clock)
     recent.put(ADA, b"a", image())
     recent.put(BOB, b"b", image())
     clock.now = KEPT_S - 1
@@ -94,7 +97,7 @@ def test_an_image_is_dropped_some_time_after_its_last_use() -> None:
 
 
 def test_an_image_that_is_put_again_counts_once() -> None:
-    recent = RecentImages(10 * LEAST_BYTES)
+    recent: RecentImages[PreparedImage] = RecentImages(10 * LEAST_BYTES)
     recent.put(ADA, b"a", image())
     recent.put(ADA, b"a", image())
     assert recent.nbytes == LEAST_BYTES
@@ -108,3 +111,71 @@ def test_keys_are_of_bytes_and_of_what_is_asked() -> None:
     ]  # fmt: skip
     assert len({key_of(file) for file in files}) == len(files)
     assert key_of(ImageFile(b"ab")) == key_of(ImageFile(b"ab"))
+
+
+def test_an_image_that_is_kept_already_stays_and_is_counted_once() -> None:
+    recent: RecentImages[PreparedImage] = RecentImages(4 * LEAST_BYTES)
+    first = image()
+    assert recent.put(ADA, b"a", first)
+    assert recent.put(ADA, b"a", image(2 * LEAST_BYTES))
+    assert recent.get(ADA, b"a") is first
+    assert recent.nbytes == LEAST_BYTES
+    assert not recent.put(ADA, b"b", image(5 * LEAST_BYTES))
+    assert recent.get(ADA, b"b") is None
+
+
+def test_an_image_that_displaces_itself_is_not_said_to_be_kept() -> None:
+    recent: RecentImages[PreparedImage] = RecentImages(3 * LEAST_BYTES)
+    assert recent.put(View(Subject("other", "user")), b"a", image())
+    assert not recent.put(ADA, b"a", image(3 * LEAST_BYTES))
+    assert recent.get(ADA, b"a") is None
+    assert recent.nbytes == LEAST_BYTES
+
+
+def test_a_subject_is_forgotten_with_all_of_its_views() -> None:
+    recent: RecentImages[PreparedImage] = RecentImages(10 * LEAST_BYTES)
+    for view in (ADA, View(ADA.subject, "salt"), BOB):
+        recent.put(view, b"a", image())
+    recent.forget(ADA.subject)
+    assert [recent.get(view, b"a") is None for view in (ADA, View(ADA.subject, "salt"), BOB)] == [True, True, False]
+    assert recent.nbytes == LEAST_BYTES
+    recent.clear()
+    assert recent.get(BOB, b"a") is None
+    assert recent.nbytes == 0
+
+
+def test_another_service_is_known_to_keep_what_it_has_said_for_that_view() -> None:
+    clock = Clock()
+    kept = KeptElsewhere(clock)
+    kept.note(ADA, [b"a", b"b"])
+    assert kept.has(ADA, b"a")
+    assert not kept.has(View(ADA.subject, "salt"), b"a")
+    assert not kept.has(BOB, b"a")
+    kept.forget(ADA, [b"a", b"unknown"])
+    assert not kept.has(ADA, b"a")
+    clock.now = KEPT_S - 1
+    assert kept.has(ADA, b"b")
+    clock.now = KEPT_S
+    assert not kept.has(ADA, b"b")
+    assert len(kept) == 1
+    kept.note(ADA, [b"c"])
+    assert len(kept) == 1, "names are dropped, too"
+    kept.note(ADA, [b"b"])
+    assert kept.has(ADA, b"b")
+    kept.clear()
+    assert not kept.has(ADA, b"b")
+
+
+def test_what_was_used_longest_ago_is_forgotten_first() -> None:
+    kept = KeptElsewhere(Clock())
+    kept.note(ADA, [b"first", b"second"])
+    kept.note(BOB, (b"%d" % number for number in range(MOST_KNOWN - 2)))
+    kept.note(ADA, [b"first", b"new"])
+    assert [kept.has(ADA, key) for key in (b"first", b"second", b"new")] == [True, False, True]
+
+
+def test_pixels_are_named_by_digest_grid_and_length() -> None:
+    first = RowImage(b"d" * 32, 5, 4, (1, 2, 2))
+    others = [replace(first, digest=b"e" * 32), replace(first, grid=(1, 4, 1)), replace(first, length=3)]
+    assert len({pixels_key(each) for each in (first, *others)}) == 4
+    assert pixels_key(replace(first, offset=9)) == pixels_key(first)

@@ -1,0 +1,204 @@
+"""Images of recent requests that a service keeps, so that the next requests of their view need only name them.
+
+One that is sent again with each turn of a conversation crosses from gateway to tokenizer, is decoded, and crosses from
+tokenizer to scheduler once. A service names an image without its content if the receiver has said that it keeps it
+(`KeptElsewhere`); a receiver that does not keep it any more refuses the request, and gets it again with all of them.
+
+A request finds only what requests of the same view have left, so times of requests say nothing about others' images.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, OrderedDict
+from hashlib import sha256
+from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from common.requests import ImageFile
+    from common.types import RowImage, Subject, View
+
+    # Salt of a view, and key of an image.
+    _Name = tuple[str, bytes]
+
+# From its last use on.
+KEPT_S = 300.0
+# Between searches for images that are not kept any longer.
+EXPIRY_S = 15.0
+# An image counts as so many bytes at least, so that there are at most a few thousand.
+LEAST_BYTES = 64 * 1024
+# Images that a service knows to be kept by another one.
+MOST_KNOWN = 65_536
+NOT_KEPT = "an image of the request is not kept any more; send the request again"
+
+
+class HasBytes(Protocol):
+    """An image in the form in which a service keeps it."""
+
+    @property
+    def nbytes(self) -> int:
+        """The room that it takes."""
+
+
+ImageT = TypeVar("ImageT", bound=HasBytes)
+
+
+class RecentImages(Generic[ImageT]):
+    """Images by view and key, of at most `max_bytes` together.
+
+    If they take more, the tenant that holds most loses some: of its subject that holds most, those that have not been
+    used for longest. Tenants, and in each tenant its subjects, that hold less than their share keep theirs, whatever
+    others send. Views count for nothing there, as a subject can have any number of them.
+    """
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start empty; `clock` returns seconds."""
+        self._max_bytes = max_bytes
+        self._clock = clock
+        # By subject, in the order of their last use.
+        self._images: dict[Subject, OrderedDict[_Name, tuple[ImageT, float]]] = {}
+        self._by_tenant: Counter[str] = Counter()
+        self._by_subject: dict[str, Counter[Subject]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all images count as."""
+        return self._by_tenant.total()
+
+    def fits(self, image: ImageT) -> bool:
+        """Return whether an image is not larger than all that may be kept."""
+        return _size(image) <= self._max_bytes
+
+    def get(self, view: View, key: bytes) -> ImageT | None:
+        """Return an image that a request of the view has left, or used, in the last `KEPT_S` seconds."""
+        images, name = self._images.get(view.subject), (view.salt, key)
+        if images is None or name not in images:
+            return None
+        image, used_at = images[name]
+        now = self._clock()
+        if used_at <= now - KEPT_S:
+            return None
+        images[name] = image, now
+        images.move_to_end(name)
+        return image
+
+    def put(self, view: View, key: bytes, image: ImageT) -> bool:
+        """Keep an image, unless it is larger than all that may be kept; return whether it is kept.
+
+        Another one of the same key, which is equal, stays in its place.
+        """
+        if not self.fits(image):
+            return False
+        subject, name = view.subject, (view.salt, key)
+        images = self._images.setdefault(subject, OrderedDict())
+        if name in images:
+            image = images[name][0]
+        else:
+            self._count(subject, _size(image))
+        images[name] = image, self._clock()
+        images.move_to_end(name)
+        while self.nbytes > self._max_bytes:
+            ((tenant, _),) = self._by_tenant.most_common(1)
+            ((most, _),) = self._by_subject[tenant].most_common(1)
+            self._drop_oldest(most)
+        return name in self._images.get(subject, ())
+
+    def forget(self, subject: Subject) -> None:
+        """Drop all images of a subject."""
+        while subject in self._images:
+            self._drop_oldest(subject)
+
+    def clear(self) -> None:
+        """Drop all images."""
+        for subject in list(self._images):
+            self.forget(subject)
+
+    async def run(self) -> NoReturn:
+        """Drop images in time until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRY_S)
+            self.expire()
+
+    def expire(self) -> None:
+        """Drop the images that have not been used for `KEPT_S` seconds."""
+        limit = self._clock() - KEPT_S
+        for subject in list(self._images):
+            while subject in self._images and next(iter(self._images[subject].values()))[1] <= limit:
+                self._drop_oldest(subject)
+
+    def _drop_oldest(self, subject: Subject) -> None:
+        images = self._images[subject]
+        _, (image, _) = images.popitem(last=False)
+        self._count(subject, -_size(image))
+        if not images:
+            del self._images[subject]
+
+    def _count(self, subject: Subject, nbytes: int) -> None:
+        """Count bytes of a subject and its tenant; those that hold none are not named any longer."""
+        subjects = self._by_subject.setdefault(subject.tenant, Counter())
+        subjects[subject] += nbytes
+        self._by_tenant[subject.tenant] += nbytes
+        if not subjects[subject]:
+            del subjects[subject]
+        if not subjects:
+            del self._by_subject[subject.tenant], self._by_tenant[subject.tenant]
+
+
+class KeptElsewhere:
+    """Images that one other service has said it keeps, by view and key."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with none; `clock` returns seconds."""
+        self._clock = clock
+        # In the order of their last use there.
+        self._used_at: OrderedDict[tuple[View, bytes], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used_at)
+
+    def note(self, view: View, keys: Iterable[bytes]) -> None:
+        """Record that the service keeps these images for a view."""
+        now = self._clock()
+        for key in keys:
+            self._used_at[view, key] = now
+            self._used_at.move_to_end((view, key))
+        while len(self._used_at) > MOST_KNOWN or next(iter(self._used_at.values()), now) <= now - KEPT_S:
+            self._used_at.popitem(last=False)
+
+    def has(self, view: View, key: bytes) -> bool:
+        """Return whether the service may still keep an image for a view."""
+        used_at = self._used_at.get((view, key))
+        return used_at is not None and used_at > self._clock() - KEPT_S
+
+    def forget(self, view: View, keys: Iterable[bytes]) -> None:
+        """Record that the service may not keep these images."""
+        for key in keys:
+            self._used_at.pop((view, key), None)
+
+    def clear(self) -> None:
+        """Record that the service may keep none, as it may be another process now."""
+        self._used_at.clear()
+
+
+def key_of(file: ImageFile) -> bytes:
+    """Return the SHA-256 digest of a file and of how it is to be prepared."""
+    parts = file.frames or (file.data,)
+    # Lengths, as other parts could be the same bytes put together.
+    asked = [file.detail, file.frames_per_second, file.is_video_file, bool(file.frames), *map(len, parts)]
+    digest = sha256(json.dumps(asked).encode())
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def pixels_key(image: RowImage) -> bytes:
+    """Return a name of an image's pixels: its digest, and their grid and number of embeddings."""
+    return image.digest + repr((image.grid, image.length)).encode()
+
+
+def _size(image: HasBytes) -> int:
+    return max(image.nbytes, LEAST_BYTES)
