@@ -19,8 +19,9 @@ each part. Each must serve the model under its directory's name; `--write-model`
     python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-tiny --size 224x224 \
         --streams 4 --images 32 --concurrency 4 --url pando=http://localhost:8401 --url vllm=http://localhost:8402
 
-Of a deployment that is started here, the processor time of each service for a picture is measured, too, with that of
-the processes that it has started: the tokenizer's includes decoding.
+Of a deployment that is started here, the processor time of each service for a new picture, and for a request about
+known ones, is measured, too, with that of the processes that it has started: the tokenizer's includes decoding. The
+system counts it in hundredths of a second, so that several samples and rounds are needed.
 
 Pictures are random, sent as PNG in data URLs, and new in each request unless it is about the same one again. Parts take
 turns: each round has one of each, or of `--parts`. Figures are printed, and written, after each part; no part begins
@@ -36,6 +37,7 @@ import io
 import json
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -254,18 +256,25 @@ class ImageMeasurement:
         await self._ask_all(pictures)
         rate = len(pictures) / (time.monotonic() - began_at)
         self._results.add(f"throughput, {self._arguments.concurrency} at once", "images/s", [rate])
-        for name, seconds in processor_seconds(self._process_ids).items():
-            spent_ms = (seconds - used[name]) / len(pictures) * 1e3
-            self._results.add(f"processor time of the {name}, throughput", "ms/image", [spent_ms])
+        self._add_processor_time(_since(used, self._process_ids), len(pictures), "throughput", "ms/image")
+
+    def _add_processor_time(self, spent_s: Mapping[str, float], count: int, part: str, unit: str) -> None:
+        """Add the processor time that each service has spent for each of `count` pictures or requests."""
+        for name, seconds in spent_s.items():
+            self._results.add(f"processor time of the {name}, {part}", unit, [seconds / count * 1e3])
 
     async def first_tokens(self) -> None:
         """Single requests with new images, and with the same ones and another question."""
         for number, title in ((1, "1 image"), (SEVERAL, f"{SEVERAL} images")):
             kinds: dict[str, list[TimedAnswer]] = {f"{title}, new": [], f"{title}, again": []}
+            spent: Counter[str] = Counter()
             for _ in range(self._arguments.samples):
                 pictures, user = self._pictures(number), next(self._users)
-                for kind, question in zip(kinds, (QUESTION, OTHER_QUESTION), strict=True):
-                    kinds[kind].append(await self._client.ask(user, [about(pictures, question)], 1))
+                kinds[f"{title}, new"].append(await self._client.ask(user, [about(pictures)], 1))
+                used = processor_seconds(self._process_ids)
+                kinds[f"{title}, again"].append(await self._client.ask(user, [about(pictures, OTHER_QUESTION)], 1))
+                spent.update(_since(used, self._process_ids))
+            self._add_processor_time(spent, self._arguments.samples, f"{title}, again", "ms/request")
             for kind, answers in kinds.items():
                 self._results.add(f"TTFT, {kind}", "ms", [answer.first_token_ms for answer in answers])
                 self._results.add(f"prompt, {kind}", "tokens", [answer.prompt_tokens for answer in answers])
@@ -456,6 +465,11 @@ class ImageClient:
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         return PreparedRequest(path, orjson.dumps(common | content))
+
+
+def _since(used: Mapping[str, float], process_ids: Mapping[str, int]) -> dict[str, float]:
+    """Return the seconds of a processor that each service has spent since it had `used` so many."""
+    return {name: seconds - used[name] for name, seconds in processor_seconds(process_ids).items()}
 
 
 def random_ids(count: int) -> list[int]:
