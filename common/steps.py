@@ -299,6 +299,7 @@ class EngineSpec:
     quantization: str = "auto"
     classifier_from_token: tuple[str, ...] = ()
     snapshots: int | None = None
+    host_snapshots: int | None = None
     rope_parameters: str = ""
     adapter_slots: int = 0
     # Whether the model's vision encoder is loaded, too, if it has one that is supported.
@@ -395,6 +396,7 @@ class RecurrentStates:
 
     snapshots: int
     row_bytes: int
+    host_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

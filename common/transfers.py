@@ -8,6 +8,7 @@ The contract between scheduler and workers, for every direction:
   backup may be planned as soon as the plan that computes its pages has been sent.
 - Until it is done, its source pages must not be written, and its target pages neither read nor written: the scheduler
   holds a reference on every page of both tiers and starts no row on pages that are still being loaded.
+- Snapshots of recurrent states are copied between device and host by the same rules as pages, with them or alone.
 - Each rank copies its own part of every page and acknowledges the transfer once, in a result of the same plan or of
   any later one, in any order. A transfer is done when *all* ranks have acknowledged it; its `done_pages` is the
   smallest of theirs.
@@ -87,6 +88,7 @@ class Transfer:
     Page ids are [pages] int32, distinct within a transfer and empty for a tier that is not involved. `object_keys` are
     opaque: the scheduler derives them from a secret, and each rank derives the names of its own parts from them.
     `cipher_key`, 32 bytes, encrypts the objects' content; it is never logged, and empty for DROP_FROM_STORAGE.
+    Between device and host, slots of snapshots, [snapshots] int32, are copied likewise, beside the pages or alone.
     """
 
     transfer_id: TransferId
@@ -97,6 +99,8 @@ class Transfer:
     cipher_key: bytes = field(default=b"", repr=False)
     # Set for transfers from a peer.
     peer: PeerPages | None = None
+    device_snapshots: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    host_snapshots: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def arriving(self) -> TokenIds:

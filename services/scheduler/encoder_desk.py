@@ -242,5 +242,5 @@ def encoder_spec(spec: EngineSpec) -> EngineSpec:
     return replace(
         spec, only_encodes=True, rendezvous="", stages=1, expert_parallel=False, adapter_slots=0,
         data_parallel_size=1, data_parallel_rank=0, data_parallel_rendezvous="",
-        device_pages=None, host_pages=None, host_bytes=0, window_pages=None, snapshots=None,
+        device_pages=None, host_pages=None, host_bytes=0, window_pages=None, snapshots=None, host_snapshots=None,
     )  # fmt: skip

@@ -530,6 +530,7 @@ class WorkerGroup:
             host_pages=first.host_pages,
             window_pages=first.window_pool.pages if first.window_pool else None,
             snapshots=first.recurrent_states.snapshots if first.recurrent_states else None,
+            host_snapshots=first.recurrent_states.host_snapshots if first.recurrent_states else None,
         )
         return replace(first, has_storage=has_storage)
 

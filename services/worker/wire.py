@@ -84,6 +84,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         quantization=message.quantization or "auto",
         classifier_from_token=tuple(message.classifier_from_token),
         snapshots=message.snapshots if message.HasField("snapshots") else None,
+        host_snapshots=message.host_snapshots if message.HasField("host_snapshots") else None,
         rope_parameters=message.rope_parameters,
         adapter_slots=message.adapter_slots,
         weight_version=message.weight_version,
@@ -143,8 +144,10 @@ def _window_pool_to_wire(pool: WindowPool | None) -> worker_pb2.WindowPool | Non
 
 
 def _states_to_wire(states: RecurrentStates | None) -> worker_pb2.RecurrentStates | None:
-    return (
-        None if states is None else worker_pb2.RecurrentStates(snapshots=states.snapshots, row_bytes=states.row_bytes)
+    if states is None:
+        return None
+    return worker_pb2.RecurrentStates(
+        snapshots=states.snapshots, row_bytes=states.row_bytes, host_snapshots=states.host_snapshots
     )
 
 
@@ -267,6 +270,8 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
         object_keys=tuple(message.object_keys),
         cipher_key=message.cipher_key,
         peer=_peer_from_wire(message.peer) if message.HasField("peer") else None,
+        device_snapshots=_int32(message.device_snapshots),
+        host_snapshots=_int32(message.host_snapshots),
     )
 
 

@@ -47,6 +47,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         quantization=spec.quantization,
         classifier_from_token=spec.classifier_from_token,
         snapshots=spec.snapshots,
+        host_snapshots=spec.host_snapshots,
         rope_parameters=spec.rope_parameters,
         adapter_slots=spec.adapter_slots,
         weight_version=spec.weight_version,
@@ -101,7 +102,7 @@ def _window_pool_from_wire(message: worker_pb2.WindowPool) -> WindowPool:
 
 
 def _states_from_wire(message: worker_pb2.RecurrentStates) -> RecurrentStates:
-    return RecurrentStates(message.snapshots, message.row_bytes)
+    return RecurrentStates(message.snapshots, message.row_bytes, message.host_snapshots)
 
 
 def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
@@ -146,6 +147,8 @@ def _transfer_to_wire(transfer: Transfer) -> worker_pb2.Transfer:
         object_keys=transfer.object_keys,
         cipher_key=transfer.cipher_key,
         peer=None if transfer.peer is None else _peer_to_wire(transfer.peer),
+        device_snapshots=transfer.device_snapshots.tolist(),
+        host_snapshots=transfer.host_snapshots.tolist(),
     )
 
 

@@ -98,14 +98,15 @@ class DecoderMemory:
         page_bytes = sum(self._token_bytes) * self.spec.page_size
         return max(pages * page_bytes // states.row_bytes, LEAST_SNAPSHOTS)
 
-    def count_host_pages(self, pool: KvPool) -> int:
-        """Return the number of pages of the host tier beside `pool`."""
+    def count_host_pages(self, pool: KvPool) -> tuple[int, int]:
+        """Return the numbers of pages and of snapshots of the host tier beside `pool`."""
         page_bytes = pool.bytes_per_token * pool.page_size
         free = available_memory() // ranks_on_host(self.spec)
         if self.device.type == "cpu":
             # The pool is allocated, but hardly any of its pages are committed yet.
             free -= pool.pages * page_bytes
-        return count_host_pages(self.spec, page_bytes, free)
+        states = self.recurrent_states(0)
+        return count_host_pages(self.spec, page_bytes, states.row_bytes if states is not None else 0, free)
 
     def recurrent_states(self, snapshots: int) -> RecurrentStates | None:
         """Return the sizes of recurrent layers' states; None without such layers."""

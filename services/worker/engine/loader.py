@@ -227,8 +227,8 @@ class DecoderLoader:
             spec.model, self._device, self._backend.name, self._dtype, self._held_format or "as stored", self._kv_dtype,
             pages, capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
-        host_pages = group.minimum(memory.count_host_pages(pool))
-        host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
+        host_pages, host_snapshots = (group.minimum(count) for count in memory.count_host_pages(pool))
+        host_pool = allocate_host_pool(pool, host_pages, host_snapshots) if host_pages else None
         form = None
         if are_cut_alike(self._kinds(spec.tensor_rank)):
             form = page_form_of(pool, model.kv_layout, self._shapes[0], self._shard.kv_heads, config.kv_heads)

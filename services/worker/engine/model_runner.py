@@ -91,7 +91,7 @@ class ModelRunner:
         self._pool = pool
         self._has_pool = True
         self._parked: ParkedTensors | None = None
-        self._host_pages = 0 if host_pool is None else host_pool.pages
+        self._host_size = (0, 0) if host_pool is None else (host_pool.pages, host_pool.snapshots)
         self.host_pool = host_pool
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
         self._form = form
@@ -101,7 +101,9 @@ class ModelRunner:
         # From memory of other processes to the host tier.
         self.peer_copies = self._copies()
         if host_pool is not None:
-            self.capacity = replace(capacity, host_pages=host_pool.pages)
+            states = capacity.recurrent_states
+            states = None if states is None else replace(states, host_snapshots=host_pool.snapshots)
+            self.capacity = replace(capacity, host_pages=host_pool.pages, recurrent_states=states)
 
     @property
     def vision_config(self) -> VisionConfig | None:
@@ -194,8 +196,8 @@ class ModelRunner:
         self._pool = allocate_like(self._pool, self.device)
         self._has_pool = True
         self.device_pages = self._readable()
-        if self._host_pages and self.host_pool is None:
-            self.host_pool = allocate_host_pool(self._pool, self._host_pages)
+        if self._host_size[0] and self.host_pool is None:
+            self.host_pool = allocate_host_pool(self._pool, *self._host_size)
         self.transfers = None if self.host_pool is None else make_transfers(self._pool, self.host_pool, self.device)
         self.peer_copies = self._copies()
 

@@ -110,6 +110,8 @@ plans = complete(
             direction=st.sampled_from(TransferDirection),
             device_pages=arrays(),
             host_pages=arrays(),
+            device_snapshots=arrays(),
+            host_snapshots=arrays(),
             object_keys=tuples(st.binary(max_size=8)),
             cipher_key=st.binary(max_size=32),
             peer=st.none()
@@ -194,6 +196,7 @@ specs = complete(
     quantization=NAMES,
     classifier_from_token=tuples(NAMES),
     snapshots=st.none() | COUNT,
+    host_snapshots=st.none() | COUNT,
     rope_parameters=NAMES,
     vision=st.booleans(),
     only_encodes=st.booleans(),
@@ -233,7 +236,8 @@ capacities = complete(
     encoder_identity=st.text(max_size=8),
     window_pool=st.none()
     | complete(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
-    recurrent_states=st.none() | complete(RecurrentStates, snapshots=COUNT, row_bytes=st.integers(0, 2**64 - 1)),
+    recurrent_states=st.none()
+    | complete(RecurrentStates, snapshots=COUNT, row_bytes=st.integers(0, 2**64 - 1), host_snapshots=COUNT),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
     load_bytes_per_s=st.floats(0, 2.0**40, width=32),
     products=NAMES,

@@ -1461,7 +1461,9 @@ class TierAccounting(_message.Message):
     EVICTABLE_PAGES_FIELD_NUMBER: _builtins.int
     PROTECTED_PAGES_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
-    """device, device_window (pages of sliding-window layers), device_snapshots (of recurrent states), host or storage."""
+    """device, device_window (pages of sliding-window layers), device_snapshots and host_snapshots (of recurrent states),
+    host or storage.
+    """
     capacity_pages: _builtins.int
     free_pages: _builtins.int
     soft_free_pages: _builtins.int

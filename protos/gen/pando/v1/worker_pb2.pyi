@@ -120,6 +120,7 @@ class ConfigureRequest(_message.Message):
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    HOST_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -190,6 +191,8 @@ class ConfigureRequest(_message.Message):
     data_parallel_rank: _builtins.int
     data_parallel_rendezvous: _builtins.str
     """host:port where the ranks of these groups meet, served by that of group 0; empty when data_parallel_size is 1."""
+    host_snapshots: _builtins.int
+    """Slots of the host tier for copies of snapshots to allocate; absent: as many as fit into host_bytes."""
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -233,15 +236,18 @@ class ConfigureRequest(_message.Message):
         data_parallel_size: _builtins.int = ...,
         data_parallel_rank: _builtins.int = ...,
         data_parallel_rendezvous: _builtins.str = ...,
+        host_snapshots: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_host_snapshots", b"_host_snapshots", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "host_snapshots", b"host_snapshots", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "data_parallel_rank", b"data_parallel_rank", "data_parallel_rendezvous", b"data_parallel_rendezvous", "data_parallel_size", b"data_parallel_size", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "only_encodes", b"only_encodes", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_host_snapshots", b"_host_snapshots", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "data_parallel_rank", b"data_parallel_rank", "data_parallel_rendezvous", b"data_parallel_rendezvous", "data_parallel_size", b"data_parallel_size", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "host_snapshots", b"host_snapshots", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "only_encodes", b"only_encodes", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
     _WhichOneofReturnType__host_pages: _TypeAlias = _typing.Literal["host_pages"]  # noqa: Y015
     _WhichOneofArgType__host_pages: _TypeAlias = _typing.Literal["_host_pages", b"_host_pages"]  # noqa: Y015
+    _WhichOneofReturnType__host_snapshots: _TypeAlias = _typing.Literal["host_snapshots"]  # noqa: Y015
+    _WhichOneofArgType__host_snapshots: _TypeAlias = _typing.Literal["_host_snapshots", b"_host_snapshots"]  # noqa: Y015
     _WhichOneofReturnType__snapshots: _TypeAlias = _typing.Literal["snapshots"]  # noqa: Y015
     _WhichOneofArgType__snapshots: _TypeAlias = _typing.Literal["_snapshots", b"_snapshots"]  # noqa: Y015
     _WhichOneofReturnType__window_pages: _TypeAlias = _typing.Literal["window_pages"]  # noqa: Y015
@@ -250,6 +256,8 @@ class ConfigureRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_pages) -> _WhichOneofReturnType__device_pages | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_pages) -> _WhichOneofReturnType__host_pages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_snapshots) -> _WhichOneofReturnType__host_snapshots | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshots) -> _WhichOneofReturnType__snapshots | None: ...
     @_typing.overload
@@ -1087,19 +1095,23 @@ class RecurrentStates(_message.Message):
 
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     snapshots: _builtins.int
     """Slots for copies of states, from which rows with the same first tokens continue. 0: cached prefixes are of no use."""
     row_bytes: _builtins.int
     """Bytes of one row's states over these layers, on this rank, and so of a snapshot."""
+    host_snapshots: _builtins.int
+    """Slots of the host tier for copies of snapshots."""
     def __init__(
         self,
         *,
         snapshots: _builtins.int = ...,
         row_bytes: _builtins.int = ...,
+        host_snapshots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["row_bytes", b"row_bytes", "snapshots", b"snapshots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_snapshots", b"host_snapshots", "row_bytes", b"row_bytes", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1646,7 +1658,8 @@ Global___PrefillChunk: _TypeAlias = PrefillChunk  # noqa: Y015
 @_typing.final
 class Transfer(_message.Message):
     """A sequence of pages to copy from one tier to another. It reads pages that passes of earlier plans wrote. Until all
-    ranks have acknowledged it, its source pages are not written, and its target pages neither read nor written.
+    ranks have acknowledged it, its source pages are not written, and its target pages neither read nor written. The same
+    holds for snapshots of recurrent states, which are copied with them, or alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1658,6 +1671,8 @@ class Transfer(_message.Message):
     OBJECT_KEYS_FIELD_NUMBER: _builtins.int
     CIPHER_KEY_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    DEVICE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    HOST_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """Never reused in a stream."""
     direction: Global___TransferDirection.ValueType
@@ -1677,6 +1692,12 @@ class Transfer(_message.Message):
     def peer(self) -> Global___PeerPages:
         """Set for transfers from a peer."""
 
+    @_builtins.property
+    def device_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Between device and host: one entry per snapshot for each of the two tiers."""
+
+    @_builtins.property
+    def host_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1687,10 +1708,12 @@ class Transfer(_message.Message):
         object_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         cipher_key: _builtins.bytes = ...,
         peer: Global___PeerPages | None = ...,
+        device_snapshots: _abc.Iterable[_builtins.int] | None = ...,
+        host_snapshots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cipher_key", b"cipher_key", "device_pages", b"device_pages", "direction", b"direction", "host_pages", b"host_pages", "object_keys", b"object_keys", "peer", b"peer", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cipher_key", b"cipher_key", "device_pages", b"device_pages", "device_snapshots", b"device_snapshots", "direction", b"direction", "host_pages", b"host_pages", "host_snapshots", b"host_snapshots", "object_keys", b"object_keys", "peer", b"peer", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

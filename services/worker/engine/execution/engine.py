@@ -262,9 +262,11 @@ class ModelEngine:
             and spec.window_pages in (self._spec.window_pages, capacity.window_pool and capacity.window_pool.pages)
             and spec.snapshots
             in (self._spec.snapshots, capacity.recurrent_states and capacity.recurrent_states.snapshots)
+            and spec.host_snapshots
+            in (self._spec.host_snapshots, capacity.recurrent_states and capacity.recurrent_states.host_snapshots)
             and _without_pages(spec) == _without_pages(self._spec)
         )
 
 
 def _without_pages(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, device_pages=None, host_pages=None, window_pages=None, snapshots=None)
+    return replace(spec, device_pages=None, host_pages=None, window_pages=None, snapshots=None, host_snapshots=None)

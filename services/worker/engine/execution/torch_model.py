@@ -200,6 +200,7 @@ class TorchModel:
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
             snapshots=capacity.recurrent_states.snapshots if capacity.recurrent_states else 0,
+            host_snapshots=capacity.recurrent_states.host_snapshots if capacity.recurrent_states else 0,
             adapters=self.adapters.slots if self.adapters else 0,
         )
         if self.adapters is not None:

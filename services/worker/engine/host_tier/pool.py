@@ -11,11 +11,14 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.host_memory import HostArena
+from services.worker.engine.host_tier.state_slots import allocate_host_states, slot_bytes
+from services.worker.engine.measuring.capacity import LEAST_SNAPSHOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import EngineSpec
+    from services.worker.engine.host_tier.state_slots import HostStates
     from services.worker.engine.model.kv_pool import KvPool
 
 # Bytes page-locked in one call: enough that calls cost little, and few enough that the first pages are ready soon.
@@ -31,18 +34,24 @@ class HostPool:
     is. Its tokens are laid out as on the device.
 
     `memory` is [pages, layers, 2, elements of a layer's keys in a page]; with latent attention 1 instead of 2. Where
-    layers differ in that, it is [pages, 1, 1, elements of a page].
+    layers differ in that, it is [pages, 1, 1, elements of a page]. `states` are snapshots of recurrent layers.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        """Hand out parts of `memory`, which is contiguous."""
+    def __init__(self, memory: torch.Tensor, states: HostStates | None = None) -> None:
+        """Hand out parts of `memory`, which is contiguous; `states` are snapshots beside the pages, if any."""
         self.memory = memory
+        self.states = states
         self._bytes = memory.view(torch.uint8).view(memory.shape[0], -1).numpy()
 
     @property
     def pages(self) -> int:
         """Number of pages."""
         return self.memory.shape[0]
+
+    @property
+    def snapshots(self) -> int:
+        """Number of snapshots."""
+        return 0 if self.states is None else self.states.slots
 
     @property
     def page_bytes(self) -> int:
@@ -57,27 +66,40 @@ class HostPool:
         self._bytes[page] = memoryview(content).cast("B")
 
 
-def count_host_pages(spec: EngineSpec, page_bytes: int, free_bytes: int) -> int:
-    """Return the number of pages that the host tier of a rank gets, 0 for none.
+def count_host_pages(spec: EngineSpec, page_bytes: int, row_bytes: int, free_bytes: int) -> tuple[int, int]:
+    """Return the numbers of pages and of snapshots that the host tier of a rank gets, 0 for none.
+
+    `row_bytes` are those of a snapshot of recurrent states, 0 without such layers. As on the device, pages and
+    snapshots get as much memory each.
 
     Raises:
         ConfigurationError: they would not fit into `free_bytes` of host memory.
     """
-    pages = spec.host_bytes // page_bytes if spec.host_pages is None else spec.host_pages
-    if pages * page_bytes > free_bytes * _MEMORY_SHARE:
+    state_bytes = slot_bytes(row_bytes)
+    pages, snapshots = spec.host_pages, spec.host_snapshots
+    if pages is None:
+        pages = spec.host_bytes // (2 * page_bytes if row_bytes else page_bytes)
+    if not row_bytes:
+        snapshots = 0
+    elif snapshots is None:
+        snapshots = max(pages * page_bytes // state_bytes, min(pages, LEAST_SNAPSHOTS))
+    size = pages * page_bytes + snapshots * state_bytes
+    if size > free_bytes * _MEMORY_SHARE:
+        kinds = f"{pages} pages and {snapshots} snapshots" if row_bytes else f"{pages} pages"
         raise ConfigurationError(
-            f"a host tier of {pages} pages takes {pages * page_bytes >> 20} MiB on each rank, and "
-            f"{free_bytes >> 20} MiB of host memory are free"
+            f"a host tier of {kinds} takes {size >> 20} MiB on each rank, and {free_bytes >> 20} MiB of host memory "
+            "are free"
         )
     if spec.host_pages is None and spec.host_bytes and not pages:
         raise ConfigurationError(f"a host tier of {spec.host_bytes} bytes does not hold a page of {page_bytes} bytes")
-    return pages
+    return pages, snapshots
 
 
-def allocate_host_pool(pool: KvPool, pages: int) -> HostPool:
-    """Allocate a host tier for the pages of `pool`; memory is touched only as it is used."""
+def allocate_host_pool(pool: KvPool, pages: int, snapshots: int = 0) -> HostPool:
+    """Allocate a host tier for the pages and states of `pool`; memory is touched only as it is used."""
     shape, dtype = host_page_shape(pool)
-    return HostPool(HostArena().zeros((pages, *shape), dtype))
+    states = allocate_host_states(pool.states, snapshots) if pool.states is not None and snapshots else None
+    return HostPool(HostArena().zeros((pages, *shape), dtype), states)
 
 
 def host_page_shape(pool: KvPool) -> tuple[tuple[int, int, int], torch.dtype]:

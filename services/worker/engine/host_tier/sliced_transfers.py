@@ -32,8 +32,13 @@ IDLE_BUDGET_S = 0.02
 @dataclass(slots=True)
 class _Progress:
     transfer: Transfer
+    # Of pages, and then of snapshots.
     done: int = 0
     seconds: float = 0.0
+
+    @property
+    def all(self) -> int:
+        return self.transfer.pages + len(self.transfer.device_snapshots)
 
 
 class SlicedTransfers:
@@ -79,14 +84,30 @@ class SlicedTransfers:
         while queue and now - started < budget_s:
             progress = queue[0]
             transfer = progress.transfer
-            end = min(progress.done + SLICE_PAGES, transfer.pages)
-            self._copy(transfer, slice(progress.done, end))
+            end = self._copy_slice(transfer, progress.done)
             later = self._clock()
             progress.done, progress.seconds, now = end, progress.seconds + later - now, later
-            if end == transfer.pages:
+            if end == progress.all:
                 queue.popleft()
-                acks.append(TransferAck(transfer.transfer_id, end, round(progress.seconds * 1e6)))
+                acks.append(TransferAck(transfer.transfer_id, transfer.pages, round(progress.seconds * 1e6)))
         return acks
+
+    def _copy_slice(self, transfer: Transfer, done: int) -> int:
+        """Copy some pages, or a snapshot, after the first `done`; return how many are done then."""
+        if done < transfer.pages:
+            end = min(done + SLICE_PAGES, transfer.pages)
+            self._copy(transfer, slice(done, end))
+            return end
+        self._copy_snapshot(transfer, done - transfer.pages)
+        return done + 1
+
+    @torch.inference_mode()
+    def _copy_snapshot(self, transfer: Transfer, index: int) -> None:
+        states, host = self._pool.states, self._host.states
+        assert states is not None, "plans of other models copy no snapshots"
+        assert host is not None, "slots are checked"
+        copy = host.back_up if transfer.direction is TransferDirection.DEVICE_TO_HOST else host.load
+        copy(states, int(transfer.device_snapshots[index]), int(transfer.host_snapshots[index]))
 
     @torch.inference_mode()
     def _copy(self, transfer: Transfer, part: slice) -> None:

@@ -13,15 +13,16 @@ import numpy as np
 import torch
 
 from common.transfers import TransferAck, TransferDirection
-from services.worker.engine.host_tier.pool import PinnedRange, parts_of_pages
+from services.worker.engine.host_tier.pool import HostPool, PinnedRange, parts_of_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from common.steps import PageIds
     from common.transfers import Transfer
-    from services.worker.engine.host_tier.pool import HostPool
+    from services.worker.engine.host_tier.state_slots import HostStates
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.model.recurrent import StatePool
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,12 @@ class StreamTransfers:
         self.host = host
         self.device = device
         self.pinned = PinnedRange(host, device)
+        # Likewise slots of snapshots, each as a page.
+        self._pinned_states = None if host.states is None else PinnedRange(HostPool(host.states.memory), device)
         self.mover = make_mover(pool)
+        states = None if pool.states is None or host.states is None else (pool.states, host.states)
         self._lanes = {
-            direction: _Lane(self.mover, host, device, self.pinned.pages_at_once, BUFFERS[direction])
+            direction: _Lane(self.mover, host, device, self.pinned.pages_at_once, BUFFERS[direction], states)
             for direction in (TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST)
         }
         self._waiting: deque[Transfer] = deque()
@@ -102,26 +106,51 @@ class StreamTransfers:
     def close(self) -> None:
         """Wait for the transfers that have begun, and unlock the host's pages."""
         self.reset()
-        self.pinned.close()
+        for pinned in self._all_pinned:
+            pinned.close()
 
     def _launch(self) -> None:
         for _ in range(len(self._waiting)):
             transfer = self._waiting.popleft()
-            # Copies from memory that is not page-locked delay passes, but are correct.
-            if int(transfer.host_pages.max()) < self.pinned.ready_pages or self.pinned.error is not None:
+            if self._is_pinned(transfer):
                 self._lanes[transfer.direction].launch(transfer)
             else:
                 self._waiting.append(transfer)
-        if self.pinned.error is not None and not self._has_warned:
+        error = next((pinned.error for pinned in self._all_pinned if pinned.error is not None), None)
+        if error is not None and not self._has_warned:
             self._has_warned = True
-            log.error("The host tier is slow, and slows decoding: %s", self.pinned.error)
+            log.error("The host tier is slow, and slows decoding: %s", error)
+
+    @property
+    def _all_pinned(self) -> tuple[PinnedRange, ...]:
+        return (self.pinned,) if self._pinned_states is None else (self.pinned, self._pinned_states)
+
+    def _is_pinned(self, transfer: Transfer) -> bool:
+        """Return whether all memory of a transfer on the host is page-locked, or will not be.
+
+        Copies from memory that is not page-locked delay passes, but are correct.
+        """
+        slots = transfer.host_pages, transfer.host_snapshots
+        return all(
+            pinned.error is not None or int(each.max(initial=-1)) < pinned.ready_pages
+            for each, pinned in zip(slots, self._all_pinned, strict=False)
+        )
 
 
 class _Lane:
     """One direction, in order: a stream for the bus, one for collecting and distributing, and staging memory."""
 
-    def __init__(self, mover: PageMover, host: HostPool, device: torch.device, border: int, buffers: int) -> None:
+    def __init__(
+        self,
+        mover: PageMover,
+        host: HostPool,
+        device: torch.device,
+        border: int,
+        buffers: int,
+        states: tuple[StatePool, HostStates] | None,
+    ) -> None:
         self._mover = mover
+        self._states = states
         self._border = border
         self._host = host
         self._device = device
@@ -147,15 +176,20 @@ class _Lane:
         is_backup = transfer.direction is TransferDirection.DEVICE_TO_HOST
         first, last = (self._moves, self._bus) if is_backup else (self._bus, self._moves)
         self._moves.wait_stream(torch.cuda.current_stream(self._device))
-        indices = torch.from_numpy(transfer.device_pages.astype(np.int64)).pin_memory()
-        with torch.cuda.stream(self._moves):
-            device_pages = indices.to(self._device, non_blocking=True)
         # A load reads what the host has, whatever the passes do, but is timed from its own begin.
-        started.record(first)
-        step = self._buffers[0].memory.shape[0]
-        for start in range(0, transfer.pages, step):
-            part = slice(start, start + step)
-            self._copy(device_pages[part], transfer.host_pages[part], is_backup=is_backup)
+        if transfer.pages:
+            indices = torch.from_numpy(transfer.device_pages.astype(np.int64)).pin_memory()
+            with torch.cuda.stream(self._moves):
+                device_pages = indices.to(self._device, non_blocking=True)
+            started.record(first)
+            step = self._buffers[0].memory.shape[0]
+            for start in range(0, transfer.pages, step):
+                part = slice(start, start + step)
+                self._copy(device_pages[part], transfer.host_pages[part], is_backup=is_backup)
+        else:
+            started.record(first)
+        if len(transfer.device_snapshots):
+            self._copy_snapshots(transfer, last, is_backup=is_backup)
         ended.record(last)
         self._running.append(_Running(transfer, started, ended))
 
@@ -188,6 +222,19 @@ class _Lane:
             else:
                 self._mover.scatter(device_pages, buffer.memory)
         buffer.is_free.record(last)
+
+    def _copy_snapshots(self, transfer: Transfer, stream: torch.cuda.Stream, *, is_backup: bool) -> None:
+        """Copy snapshots, which need no staging memory: on the device, each layer's part is in one piece."""
+        assert self._states is not None, "plans of other models copy no snapshots"
+        states, host = self._states
+        # This waits for the passes, too, of which the bus's stream does not know otherwise.
+        stream.wait_stream(self._moves)
+        copy = host.back_up if is_backup else host.load
+        with torch.cuda.stream(stream):
+            for device_slot, host_slot in zip(
+                transfer.device_snapshots.tolist(), transfer.host_snapshots.tolist(), strict=True
+            ):
+                copy(states, device_slot, host_slot)
 
     def _cross_bus(self, staging: torch.Tensor, host_pages: PageIds, *, is_backup: bool) -> None:
         for first, page, length in runs(host_pages, self._border):

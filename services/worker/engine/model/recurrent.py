@@ -60,13 +60,17 @@ class StatePool:
         """Number of snapshots."""
         return self.matrices.shape[1] - self.rows - 1
 
+    def place_of(self, snapshot: int) -> int:
+        """Return the slot of a snapshot among all of a layer."""
+        return self.rows + 1 + snapshot
+
     def load(self, row: int, snapshot: int) -> None:
         """Let a row continue from a snapshot."""
-        self._copy(self.rows + 1 + snapshot, row)
+        self._copy(self.place_of(snapshot), row)
 
     def save(self, row: int, snapshot: int) -> None:
         """Overwrite a snapshot with a row's states."""
-        self._copy(row, self.rows + 1 + snapshot)
+        self._copy(row, self.place_of(snapshot))
 
     def _copy(self, source: int, target: int) -> None:
         for states in (self.matrices, self.inputs):

@@ -48,6 +48,8 @@ class PlanLimits:
     window_tokens: int = 0
     # Snapshots of recurrent states, of which rows have some if `RowStates.has_states`.
     snapshots: int = 0
+    # The same on the host.
+    host_snapshots: int = 0
     # Slots of adapters.
     adapters: int = 0
 
@@ -231,13 +233,27 @@ def _check_transfer(transfer: Transfer, limits: PlanLimits) -> None:
     if not transfer.direction.is_between_tiers:
         raise InvalidPlanError(f"{what}: there is no storage tier, and no peer")
     device, host = transfer.device_pages, transfer.host_pages
-    if not 0 < device.size == host.size:
+    if device.size != host.size or not device.size + transfer.device_snapshots.size:
         raise InvalidPlanError(f"{what}: {device.size} device pages and {host.size} host pages")
     _check_pages(device, limits, what)
-    if host.min() < 0 or host.max() >= limits.host_pages:
-        raise InvalidPlanError(f"{what}: a host page outside [0, {limits.host_pages})")
+    _check_slots(host, limits.host_pages, f"{what}: a host page")
     if np.unique(device).size != device.size or np.unique(host).size != host.size:
         raise InvalidPlanError(f"{what}: a page twice")
+    _check_moved_snapshots(transfer.device_snapshots, transfer.host_snapshots, limits, what)
+
+
+def _check_moved_snapshots(device: NDArray[np.int32], host: NDArray[np.int32], limits: PlanLimits, what: str) -> None:
+    if device.size != host.size:
+        raise InvalidPlanError(f"{what}: {device.size} snapshots on the device and {host.size} on the host")
+    _check_slots(device, limits.snapshots, f"{what}: a snapshot on the device")
+    _check_slots(host, limits.host_snapshots, f"{what}: a snapshot on the host")
+    if np.unique(device).size != device.size or np.unique(host).size != host.size:
+        raise InvalidPlanError(f"{what}: a snapshot twice")
+
+
+def _check_slots(slots: NDArray[np.int32], end: int, what: str) -> None:
+    if slots.size and (slots.min() < 0 or slots.max() >= end):
+        raise InvalidPlanError(f"{what} outside [0, {end})")
 
 
 def _check_pages(pages: NDArray[np.int32], limits: PlanLimits, what: str) -> None:

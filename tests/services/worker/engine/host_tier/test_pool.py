@@ -47,17 +47,29 @@ def test_a_page_of_layers_that_differ_holds_as_much_as_each_needs() -> None:
 
 
 def test_the_pool_is_sized_in_bytes_or_pages() -> None:
-    assert count_host_pages(EngineSpec("m"), 100, free_bytes=10_000) == 0
-    assert count_host_pages(EngineSpec("m", host_bytes=999), 100, free_bytes=10_000) == 9
-    assert count_host_pages(EngineSpec("m", host_pages=20, host_bytes=999), 100, free_bytes=10_000) == 20
-    assert count_host_pages(EngineSpec("m", host_pages=0, host_bytes=999), 100, free_bytes=10_000) == 0
+    assert count_host_pages(EngineSpec("m"), 100, 0, free_bytes=10_000) == (0, 0)
+    assert count_host_pages(EngineSpec("m", host_bytes=999), 100, 0, free_bytes=10_000) == (9, 0)
+    assert count_host_pages(EngineSpec("m", host_pages=20, host_bytes=999), 100, 0, free_bytes=10_000) == (20, 0)
+    assert count_host_pages(EngineSpec("m", host_pages=0, host_bytes=999), 100, 0, free_bytes=10_000) == (0, 0)
+
+
+def test_snapshots_get_as_much_memory_as_pages() -> None:
+    # Slots begin at cache lines.
+    assert count_host_pages(EngineSpec("m", host_bytes=4000), 100, 250, free_bytes=10_000) == (20, 2000 // 256)
+    assert count_host_pages(EngineSpec("m", host_pages=20), 100, 250, free_bytes=10_000) == (20, 7)
+    assert count_host_pages(EngineSpec("m", host_pages=20, host_snapshots=3), 100, 250, free_bytes=10_000) == (20, 3)
+    # One to continue from, and one that is being made.
+    assert count_host_pages(EngineSpec("m", host_pages=2), 100, 250, free_bytes=10_000) == (2, 2)
+    assert count_host_pages(EngineSpec("m"), 100, 250, free_bytes=10_000) == (0, 0)
 
 
 def test_a_pool_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="are free"):
-        count_host_pages(EngineSpec("m", host_pages=91), 100, free_bytes=10_000)
+    with pytest.raises(ConfigurationError, match=r"of 91 pages takes.*are free"):
+        count_host_pages(EngineSpec("m", host_pages=91), 100, 0, free_bytes=10_000)
+    with pytest.raises(ConfigurationError, match="of 80 pages and 31 snapshots takes"):
+        count_host_pages(EngineSpec("m", host_pages=80), 100, 250, free_bytes=10_000)
 
 
 def test_a_pool_smaller_than_a_page_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="does not hold a page"):
-        count_host_pages(EngineSpec("m", host_bytes=99), 100, free_bytes=10_000)
+        count_host_pages(EngineSpec("m", host_bytes=99), 100, 0, free_bytes=10_000)

@@ -12,7 +12,9 @@ from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.rows import RowStates
 from tests.services.worker.engine.scenario import chunk, grant, ids, open_row
 
-LIMITS = PlanLimits(vocabulary_size=100, device_pages=50, max_step_tokens=16, host_pages=20)
+LIMITS = PlanLimits(
+    vocabulary_size=100, device_pages=50, max_step_tokens=16, host_pages=20, snapshots=5, host_snapshots=7
+)
 BACKUP = TransferDirection.DEVICE_TO_HOST
 OPEN = StepPlan(StepId(1), opens=(open_row(0, range(6), [1, 2], computed=4, total=40),))
 
@@ -30,6 +32,12 @@ def replacement(row: int, first: int, pages: list[int]) -> PageReplacement:
 
 def transfer(device: list[int], host: list[int], direction: TransferDirection = BACKUP) -> Transfer:
     return Transfer(TransferId(8), direction, ids(device), ids(host))
+
+
+def moved(device: list[int], host: list[int]) -> StepPlan:
+    """Return a plan that copies snapshots and no page."""
+    copies = Transfer(TransferId(8), BACKUP, device_snapshots=ids(device), host_snapshots=ids(host))
+    return StepPlan(StepId(2), transfers=(copies,))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,12 @@ def transfer(device: list[int], host: list[int], direction: TransferDirection = 
         (StepPlan(StepId(2), transfers=(transfer([1], [-1]),)), "a host page outside"),
         (StepPlan(StepId(2), transfers=(transfer([1, 1], [3, 4]),)), "a page twice"),
         (StepPlan(StepId(2), transfers=(transfer([1, 2], [3, 3]),)), "a page twice"),
+        (moved([1, 2], [3]), "2 snapshots on the device and 1 on the host"),
+        (moved([5], [3]), r"a snapshot on the device outside \[0, 5\)"),
+        (moved([-1], [3]), "a snapshot on the device outside"),
+        (moved([1], [7]), r"a snapshot on the host outside \[0, 7\)"),
+        (moved([1, 1], [3, 4]), "a snapshot twice"),
+        (moved([1, 2], [3, 3]), "a snapshot twice"),
         (
             StepPlan(StepId(2), transfers=(transfer([], [3], TransferDirection.STORAGE_TO_HOST),)),
             "there is no storage tier",
