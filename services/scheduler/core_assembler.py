@@ -79,7 +79,7 @@ class CoreAssembler:
             has_fleet=self._has_fleet,
         )
         rules = with_snapshots(rules, capacity)
-        host = resolve_host(settings.host_tier, capacity.host_pages)
+        host = resolve_host(settings.host_tier, capacity)
         name = settings.cache.mode if can_reuse(capacity) else "chunk"
         allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
         cache = make_cache(name, allocator, config.page_size, rules, host, self._choices)

@@ -56,6 +56,11 @@ class MemoryChecks:
         if not accounts.is_exact:
             self._log.error("memory.snapshot_leak", slots=accounts.unaccounted_references)
             core.memory.repair_snapshots()
+        host = core.memory.cache.host
+        on_host = None if host is None else host.account_snapshots()
+        if on_host is not None:
+            for state in STATES:
+                metrics.PAGES.labels("host_snapshots", state).set(getattr(on_host, state))
 
     def _check_pages(self) -> None:
         """Check the accounting of pages; leaked ones are freed once no row runs, and no other group reads pages."""

@@ -551,6 +551,9 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
         state.tiers.append(tier_to_wire("device_snapshots", snapshots))
     if core.memory.cache.host is not None:
         state.tiers.append(tier_to_wire("host", core.memory.cache.host.account()))
+        on_host = core.memory.cache.host.account_snapshots()
+        if on_host is not None:
+            state.tiers.append(tier_to_wire("host_snapshots", on_host))
         if core.memory.cache.host.storage is not None:
             state.storage.CopyFrom(storage_to_wire(core.memory.cache.host.storage))
     if core.memory.loads is not None:

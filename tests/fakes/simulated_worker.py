@@ -93,6 +93,8 @@ class _Open:
     # What it reads, as it was when it began.
     content: list[Content]
     ranks: set[int]
+    # The same of snapshots.
+    states: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -121,6 +123,10 @@ class SimulatedWorker:
     window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
     # With recurrent layers: what each snapshot has taken in; None: there are no such layers.
     snapshots: list[list[int]] | None = None
+    # The same on the host; slots that nothing was copied to are missing.
+    host_snapshots: dict[int, list[int]] = field(default_factory=dict)
+    # How many such slots there are.
+    host_snapshot_slots: int = 0
     # Returns the content of a peer's pages, up to the first that cannot be read.
     read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
     # What a pass may compute; None: anything.
@@ -210,9 +216,10 @@ class SimulatedWorker:
         for save in plan.saves:
             row = self.rows[save.row]
             assert self.snapshots is not None, "nothing to save"
+            assert save.snapshot not in self._moving_snapshots(True), "saves to what is being copied"
             if row.computed == save.tokens:
                 self.snapshots[save.snapshot] = row.state.copy()
-            elif row.stopped:
+            elif row.stopped and save.tokens > row.computed:
                 # A pass that was launched before the stop was known may have saved something.
                 self.snapshots[save.snapshot] = [-1]
 
@@ -272,7 +279,8 @@ class SimulatedWorker:
             for page in targets:
                 self._overwrite(page, [None] * self.page_size, is_device)
             return
-        assert len(device) == len(host) == len(set(device)) == len(set(host)) > 0
+        assert len(device) == len(host) == len(set(device)) == len(set(host))
+        assert len(device) + len(transfer.device_snapshots) > 0
         assert all(0 <= page < self.pages for page in device)
         assert all(0 <= page < self.host_pages for page in host)
         if transfer.direction is TransferDirection.DEVICE_TO_HOST:
@@ -285,9 +293,44 @@ class SimulatedWorker:
             content = [self.host[page] for page in host]
             targets, is_device = device, True
         assert not any(page in self._written(is_device) | self._read(is_device) for page in targets), "a race"
-        self.open[transfer.transfer_id] = _Open(transfer, content, set(range(self.ranks)))
+        states = self._begin_snapshots(transfer, is_load=is_device)
+        self.open[transfer.transfer_id] = _Open(transfer, content, set(range(self.ranks)), states)
         for page in targets:
             self._overwrite(page, [None] * self.page_size, is_device)
+
+    def _begin_snapshots(self, transfer: Transfer, *, is_load: bool) -> list[list[int]]:
+        """Return the content of the snapshots that a transfer reads; those that it writes are lost."""
+        device, host = transfer.device_snapshots.tolist(), transfer.host_snapshots.tolist()
+        assert len(device) == len(host) == len(set(device)) == len(set(host))
+        if not device:
+            return []
+        assert self.snapshots is not None, "nothing to copy"
+        assert all(0 <= slot < len(self.snapshots) for slot in device)
+        assert all(0 <= slot < self.host_snapshot_slots for slot in host)
+        sources, targets = (host, device) if is_load else (device, host)
+        assert not self._moving_snapshots(not is_load, is_written=True) & set(sources), "reads what is being copied"
+        assert not self._moving_snapshots(is_load) & set(targets), "a race of snapshots"
+        states = [self.host_snapshots[slot] if is_load else self.snapshots[slot] for slot in sources]
+        for slot in targets:
+            self._set_snapshot(slot, [-2], is_device=is_load)
+        return states
+
+    def _set_snapshot(self, slot: int, state: list[int], *, is_device: bool) -> None:
+        if is_device:
+            assert self.snapshots is not None
+            self.snapshots[slot] = state
+        else:
+            self.host_snapshots[slot] = state
+
+    def _moving_snapshots(self, is_device: bool, *, is_written: bool = False) -> set[int]:
+        """Slots of a tier that open transfers read or write, or with `is_written` only those that they write."""
+        slots: set[int] = set()
+        for opened in self.open.values():
+            transfer = opened.transfer
+            writes = (transfer.direction is TransferDirection.HOST_TO_DEVICE) == is_device
+            if writes or not is_written:
+                slots.update((transfer.device_snapshots if is_device else transfer.host_snapshots).tolist())
+        return slots
 
     def _copy(self, opened: _Open) -> None:
         transfer = opened.transfer
@@ -303,6 +346,12 @@ class SimulatedWorker:
         assert now == opened.content, "somebody wrote what was being copied"
         for page, content in zip(targets, opened.content, strict=True):
             self._overwrite(page, content, is_load)
+        sources = (transfer.host_snapshots if is_load else transfer.device_snapshots).tolist()
+        targets = (transfer.device_snapshots if is_load else transfer.host_snapshots).tolist()
+        for source, target, state in zip(sources, targets, opened.states, strict=True):
+            assert self.snapshots is not None
+            assert state == (self.host_snapshots[source] if is_load else self.snapshots[source]), "was overwritten"
+            self._set_snapshot(target, state, is_device=is_load)
 
     def _overwrite(self, page: int, content: Content, is_device: bool) -> None:
         if not is_device:
@@ -350,6 +399,9 @@ class SimulatedWorker:
                 assert opened.snapshot is None, "there are no snapshots"
             elif opened.computed_tokens:
                 assert opened.snapshot is not None, "the state of computed tokens is lost"
+                assert opened.snapshot not in self._moving_snapshots(True, is_written=True), (
+                    "reads what is being loaded"
+                )
                 row.state = self.snapshots[opened.snapshot].copy()
                 assert row.state == row.ids[: opened.computed_tokens], "another prefix's snapshot"
             self.rows[opened.row] = row

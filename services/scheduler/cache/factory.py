@@ -105,10 +105,15 @@ def resolve_strict_numerics(wanted: bool | Literal["auto"], device: str) -> bool
     return device.partition(":")[0] not in ("cpu", "fake") if wanted == "auto" else wanted
 
 
-def resolve_host(settings: HostTierSettings, pages: int) -> HostConfig:
-    """Return the rules of a host tier for which the workers have `pages` pages.
+def resolve_host(settings: HostTierSettings, capacity: EngineCapacity) -> HostConfig:
+    """Return the rules of a host tier in the memory that the workers have for it.
 
     Raises:
         ConfigurationError: a value is out of its range.
     """
-    return HostConfig(pages=pages, policy=WritePolicy(settings.write_policy))
+    states = capacity.recurrent_states
+    return HostConfig(
+        pages=capacity.host_pages,
+        snapshots=states.host_snapshots if states is not None else 0,
+        policy=WritePolicy(settings.write_policy),
+    )

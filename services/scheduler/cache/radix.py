@@ -153,6 +153,8 @@ class RadixCache:
         pages = self.store.tree.path_pages(node, self.store.tree.root)
         if self.snapshots is not None:
             self.snapshots.touch(pages, account)
+            if self.host is not None and self.host.states is not None:
+                self.host.states.touch(node, account)
         self.store.lock_path(node, self.store.tree.root)
         if self._is_user_aware and not repeated:
             self._detector.count(node, account, key, match.pages)
@@ -244,6 +246,8 @@ class RadixCache:
         if session is None:
             if self.snapshots is not None:
                 self.snapshots.forget_subject(subject)
+                if self.host is not None and self.host.states is not None:
+                    self.host.states.forget(subject)
             self._forget_creator(subject)
         else:
             self.store.tier.renew(accounts)

@@ -3,7 +3,7 @@
 A snapshot belongs to a page, after whose last token it was taken, and to an owner: a view, a tenant or the public. It
 is found only by views that contain its owner, even if equal pages of several owners were merged; it is dropped when the
 owner's node or the page goes. Snapshots are one more tier: the same shares, floors and order of eviction apply to them
-as to pages, and each counts as one of them.
+as to pages, and each counts as one of them. The host tier has snapshots of its own, of its own pages, by these rules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.types import SnapshotSlot
 from services.scheduler.cache.eviction import EvictionQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -41,6 +41,10 @@ class SnapshotEntry:
     uses: int = 0
     queued: int = 0
     pins: int = 0
+    # Open copies to the other tier, which read the slot: it is neither evicted nor given to others meanwhile.
+    readers: int = 0
+    # On the device: whether a copy on the host is to be made when the node's is, or is used for the next time.
+    wants_copy: bool = True
     priority: int = 0
     u_pre: int = 0
 
@@ -51,11 +55,16 @@ class SnapshotEntry:
 
 
 class StateSnapshots:
-    """Owns the workers' snapshot slots: free ones, those that rows fill, and those of pages."""
+    """Owns one tier's snapshot slots: free ones, those that rows or copies fill, and those of pages."""
 
-    def __init__(self, config: CacheConfig, accounts: Accounts, device_pages: int) -> None:
-        """Start with `config.snapshots` free slots, for pages [0, device_pages)."""
-        self.capacity = config.snapshots
+    def __init__(self, config: CacheConfig, accounts: Accounts, pages: int, host_slots: int | None = None) -> None:
+        """Start with `config.snapshots` free slots for the device's pages [0, pages), or `host_slots` for the host's.
+
+        As with pages, a subject that exceeds its quota gives up its own at once on the device, and on the host when
+        room is needed.
+        """
+        self.capacity = config.snapshots if host_slots is None else host_slots
+        self._is_host = host_slots is not None
         self.interval = config.snapshot_interval
         self.epoch = 0
         self._accounts = accounts
@@ -63,11 +72,18 @@ class StateSnapshots:
         self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1)]
         self._entries: dict[int, dict[Scope, SnapshotEntry]] = {}
         # Whether a page has any, so that long paths need no loop.
-        self._has_some: NDArray[np.bool_] = np.zeros(device_pages, np.bool_)
+        self._has_some: NDArray[np.bool_] = np.zeros(pages, np.bool_)
         self._clock = 0
         # Slots that belong to pages, and those that rows hold.
         self.kept = 0
         self.held = 0
+        # Slots that open copies fill, or still read although their snapshot has been dropped.
+        self._moving: set[SnapshotSlot] = set()
+
+    @property
+    def moving(self) -> int:
+        """Slots that belong to neither pages nor rows, but to open copies between the tiers."""
+        return len(self._moving)
 
     # --- of rows ---
 
@@ -76,15 +92,9 @@ class StateSnapshots:
 
         Rows hold at most half of all slots, so that they do not drive out what they could continue from.
         """
-        if 2 * self.held >= self.capacity:
-            return None
-        if not self._free:
-            victim = self._queue.first()
-            if victim is None:
-                return None
-            self._drop(victim)
-        self.held += 1
-        return self._free.pop()
+        slot = self._take() if 2 * self.held < self.capacity else None
+        self.held += slot is not None
+        return slot
 
     def release(self, slot: SnapshotSlot) -> None:
         """Take a slot back from a row."""
@@ -93,19 +103,61 @@ class StateSnapshots:
 
     def attach(self, page: int, scope: Scope, slot: SnapshotSlot) -> None:
         """Let a row's slot, which is filled, belong to a page; it is freed if the owner has one there."""
-        of_page = self._entries.setdefault(page, {})
-        if scope in of_page:
-            self._use(of_page[scope])
-            self.release(slot)
-            return
-        entry = of_page[scope] = SnapshotEntry(slot, page, self._accounts.owner(scope))
-        self._has_some[page] = True
         self.held -= 1
-        self.kept += 1
-        self._queue.charge(entry.owner, 1)
-        self._renew(entry)
-        while self._queue.excess(entry.owner) > 0 and (first := self._queue.first_of(entry.owner)) is not None:
-            self._drop(first)
+        self._keep(page, scope, slot)
+
+    # --- of copies between the tiers ---
+
+    def try_reserve(self) -> SnapshotSlot | None:
+        """Take a slot for a copy to fill, evicting the coldest snapshot if none is free.
+
+        Copies fill at most half of all slots, as rows do.
+        """
+        slot = self._take() if 2 * self.moving < self.capacity else None
+        if slot is not None:
+            self._moving.add(slot)
+        return slot
+
+    def arrive(self, page: int, source: SnapshotEntry, slot: SnapshotSlot) -> None:
+        """Let a slot that a copy of `source` has filled belong to a page; it is freed if the owner has one there."""
+        self._moving.remove(slot)
+        entry = self._keep(page, source.owner.scope, slot, source.owner)
+        entry.wants_copy = False
+
+    def cancel(self, slot: SnapshotSlot) -> None:
+        """Free a slot for a copy that is not wanted any more."""
+        self._moving.remove(slot)
+        self._free.append(slot)
+
+    def lend(self, entry: SnapshotEntry) -> None:
+        """Let a copy read a snapshot until `give_back`."""
+        entry.readers += 1
+        self._queue.discard(entry)
+
+    def give_back(self, entry: SnapshotEntry) -> None:
+        """Undo `lend`; a slot whose snapshot has been dropped meanwhile becomes free."""
+        entry.readers -= 1
+        if entry.readers:
+            return
+        if self.at(entry.page, entry.owner.scope) is entry:
+            self._queue.push(entry)
+        else:
+            self.cancel(entry.slot)
+
+    def at(self, page: int, scope: Scope) -> SnapshotEntry | None:
+        """Return the snapshot of an owner after a page."""
+        return self._entries[page].get(scope) if self._has_some[page] else None
+
+    def on(self, pages: PageIds) -> Iterator[tuple[int, SnapshotEntry]]:
+        """Yield the snapshots of all owners after each of `pages`, with the page's index there, in order."""
+        for index in np.flatnonzero(self._has_some[pages]).tolist():
+            for entry in self._entries[int(pages[index])].values():
+                yield index, entry
+
+    def all(self) -> Iterator[SnapshotEntry]:
+        """Yield the snapshots of all pages."""
+        for of_page in self._entries.values():
+            yield from of_page.values()
 
     # --- of views ---
 
@@ -136,7 +188,7 @@ class StateSnapshots:
     def unpin(self, entry: SnapshotEntry) -> None:
         """Undo `pin`."""
         entry.pins -= 1
-        if self._entries.get(entry.page, {}).get(entry.owner.scope) is entry:
+        if self.at(entry.page, entry.owner.scope) is entry:
             self._use(entry)
 
     # --- of pages and owners ---
@@ -168,7 +220,7 @@ class StateSnapshots:
     def forget_subject(self, subject: Subject) -> None:
         """Drop all private snapshots of a subject."""
         mine = subject.tenant, subject.name
-        for entry in [entry for of_page in self._entries.values() for entry in of_page.values()]:
+        for entry in list(self.all()):
             if not entry.owner.is_shared and entry.owner.subject == mine:
                 self._drop(entry)
 
@@ -178,34 +230,66 @@ class StateSnapshots:
         self._queue.begin_epoch(epoch, idle)
 
     def repair(self) -> None:
-        """Free all slots that belong to no page: no row holds any."""
-        kept = {entry.slot for of_page in self._entries.values() for entry in of_page.values()}
-        self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1) if slot not in kept]
+        """Free all slots that belong to no page and no copy: no row holds any."""
+        used = {entry.slot for entry in self.all()} | self._moving
+        self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1) if slot not in used]
         self.held = 0
 
     def faults(self) -> list[str]:
         """Return inconsistencies. O(capacity), for audits."""
-        entries = [entry for of_page in self._entries.values() for entry in of_page.values()]
-        found = []
+        entries, found = list(self.all()), []
         if not all(self._entries.values()) or sorted(self._entries) != np.flatnonzero(self._has_some).tolist():
             found.append("pages without snapshots are listed, or others are not")
-        if len(entries) != self.kept or len({*self._free, *(entry.slot for entry in entries)}) != (
-            len(self._free) + len(entries)
-        ):
+        used = {*self._free, *self._moving, *(entry.slot for entry in entries)}
+        if len(entries) != self.kept or len(used) != len(self._free) + self.moving + len(entries):
             found.append("snapshots of pages are miscounted, or a slot belongs to two")
-        if len(self._free) + self.kept + self.held != self.capacity:
-            found.append(f"{len(self._free)} free, {self.kept} kept and {self.held} held slots of {self.capacity}")
+        if len(self._free) + self.kept + self.held + self.moving != self.capacity:
+            found.append(
+                f"{len(self._free)} free, {self.kept} kept, {self.held} held and {self.moving} moving slots of "
+                f"{self.capacity}"
+            )
+        if any(bool(entry.queued) == bool(entry.readers) for entry in entries):
+            found.append("a snapshot that is read can be evicted, or another cannot")
         return found
+
+    def _take(self) -> SnapshotSlot | None:
+        if not self._free:
+            victim = self._queue.first()
+            if victim is None:
+                return None
+            self._drop(victim)
+        return self._free.pop()
+
+    def _keep(self, page: int, scope: Scope, slot: SnapshotSlot, owner: Account | None = None) -> SnapshotEntry:
+        """Let a slot that is in none of the sets belong to a page, or free it if the scope has one there."""
+        of_page = self._entries.setdefault(page, {})
+        if scope in of_page:
+            self._use(of_page[scope])
+            self._free.append(slot)
+            return of_page[scope]
+        entry = of_page[scope] = SnapshotEntry(slot, page, owner or self._accounts.owner(scope))
+        self._has_some[page] = True
+        self.kept += 1
+        self._queue.charge(entry.owner, 1)
+        self._renew(entry)
+        while not self._is_host and self._queue.excess(entry.owner) > 0:
+            first = self._queue.first_of(entry.owner)
+            if first is None:
+                break
+            self._drop(first)
+        return entry
 
     def _use(self, entry: SnapshotEntry) -> None:
         entry.uses += 1
+        entry.wants_copy = True
         self._queue.discard(entry)
         self._renew(entry)
 
     def _renew(self, entry: SnapshotEntry) -> None:
         self._clock += 1
         entry.epoch, entry.last_access = self.epoch, self._clock
-        self._queue.push(entry)
+        if not entry.readers:
+            self._queue.push(entry)
 
     def _unlink(self, entry: SnapshotEntry) -> None:
         of_page = self._entries[entry.page]
@@ -219,4 +303,7 @@ class StateSnapshots:
         self._queue.discard(entry)
         self._queue.charge(entry.owner, -1)
         self.kept -= 1
-        self._free.append(entry.slot)
+        if entry.readers:
+            self._moving.add(entry.slot)
+        else:
+            self._free.append(entry.slot)

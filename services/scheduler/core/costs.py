@@ -67,14 +67,15 @@ class LoadCosts:
         # Of a read, without the time of the transfer itself.
         self._storage_latency_s = FIRST_LATENCY_S
 
-    def pays(self, tokens: int, queued_tokens: int = 0) -> bool:
-        """Return whether loading `tokens` tokens, after `queued_tokens` in progress, is faster than computing them.
+    def pays(self, tokens: int, copied_tokens: int | None = None) -> bool:
+        """Return whether it is faster to load `tokens` tokens than to compute them.
 
-        True while nothing has been measured.
+        That takes copying the memory of `copied_tokens` tokens: by default of as many, but more if loads are in
+        progress, or if snapshots of recurrent states are to be loaded, too. True while nothing has been measured.
         """
         if not self._prefill.value or not self._load.value:
             return True
-        return self._load_s(tokens + queued_tokens) < tokens / self._prefill.value
+        return self._load_s(tokens if copied_tokens is None else copied_tokens) < tokens / self._prefill.value
 
     def storage_pays(self, tokens: int, reads: int) -> bool:
         """Return whether reading `tokens` tokens from storage, in `reads` reads in turn, is faster than computing them.

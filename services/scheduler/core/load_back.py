@@ -227,7 +227,7 @@ class LoadBack:
             return True
         # What a request had to wait for is used.
         is_wanted = fetch is not None and storage is not None and storage.config.policy is PrefetchPolicy.WAIT_COMPLETE
-        if not (is_wanted or self.costs.pays(match.host_tokens, self.loading_tokens)):
+        if not (is_wanted or self.costs.pays(match.host_tokens, match.copied_tokens + self.loading_tokens)):
             self.skipped_tokens += match.host_tokens
             sequence.loads = MAX_LOADS
             return False
@@ -236,8 +236,8 @@ class LoadBack:
         transfer = self.host.load(sequence.request.view, sequence.cacheable_ids, allocate)
         if transfer is None:
             return False
-        self._await(sequence, transfer.transfer_id, transfer.pages * self._page_size)
-        self.loading_tokens += transfer.pages * self._page_size
+        self._await(sequence, transfer.transfer_id, match.host_tokens)
+        self.loading_tokens += self.host.weight(transfer) * self._page_size
         self._start(transfer, now)
         return True
 
@@ -259,7 +259,7 @@ class LoadBack:
         moved = self.moved.get(transfer.direction, Moved())
         self.moved[transfer.direction] = moved.plus(ack.done_pages, ack.duration_us / 1e6)
         if transfer.direction is TransferDirection.HOST_TO_DEVICE:
-            tokens = transfer.pages * self._page_size
+            tokens = self.host.weight(transfer) * self._page_size
             self.loading_tokens -= tokens
             self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
         elif transfer.direction.is_from_peer:

@@ -394,7 +394,7 @@ class KvMemory:
         return Accounting(pool.capacity, pool.free_pages, 0, pool.evictable_pages, pool.protected_pages, leaked)
 
     def account_snapshots(self, rows: RowSlots) -> Accounting | None:
-        """Account for the slots of recurrent states' snapshots, if there are any; those that rows fill are protected.
+        """Account for the slots of recurrent states' snapshots, if there are any; those being filled are protected.
 
         Slots still protected while no row runs have leaked.
         """
@@ -402,8 +402,8 @@ class KvMemory:
             return None
         pool = self.states.pool
         leaked = 0 if rows.running else pool.held
-        free = pool.capacity - pool.kept - pool.held
-        return Accounting(pool.capacity, free, 0, pool.kept, pool.held, leaked)
+        used = pool.held + pool.moving
+        return Accounting(pool.capacity, pool.capacity - pool.kept - used, 0, pool.kept, used, leaked)
 
     def repair_snapshots(self) -> None:
         """Free the slots that belong to no page; only while no row runs."""

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from common.errors import ConfigurationError
 from common.settings import StorageSettings
-from common.steps import EngineCapacity
+from common.steps import EngineCapacity, RecurrentStates
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig
@@ -43,6 +43,12 @@ def test_where_the_workers_have_a_storage_the_host_tier_gets_it(tmp_path: Path) 
     assert cache.host is not None
     assert cache.host.storage is not None
     assert (tmp_path / "ring").exists()
+
+
+def test_states_of_recurrent_layers_are_refused_by_name(tmp_path: Path) -> None:
+    capacity = replace(CAPACITY, recurrent_states=RecurrentStates(4, 1000, 4))
+    with pytest.raises(ConfigurationError, match=r"worker\.storage\.location.*recurrent"):
+        StorageDesk(settings(tmp_path / "ring")).attach(make_cache().host, capacity)
 
 
 def test_without_storage_or_host_tier_no_secret_is_made(tmp_path: Path) -> None:

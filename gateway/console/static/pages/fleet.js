@@ -7,7 +7,7 @@ import { getJson } from "../server.js";
 
 const INTERVAL_MS = 2000;
 const KEPT = 180;
-const TIERS = { device: "Device", device_window: "Device, windows", device_snapshots: "Device, states", host: "Host", storage: "Storage" };
+const TIERS = { device: "Device", device_window: "Device, windows", device_snapshots: "Device, states", host: "Host", host_snapshots: "Host, states", storage: "Storage" };
 const SERIES = {
   rows: [
     { label: "running", colour: "public" },

@@ -33,6 +33,8 @@ class HostConfig:
     """Rules of the host tier; with 0 pages there is none."""
 
     pages: int = 0
+    # Slots for copies of snapshots of recurrent states.
+    snapshots: int = 0
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
     # Under the selective policy: the first use computes a node, the second shows that it is matched again.
     uses: int = 2

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.steps import NO_PAGES
 from common.transfers import TransferDirection
 from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.tiers.config import WritePolicy
@@ -14,16 +15,19 @@ from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from common.steps import PageIds
     from common.transfers import Transfer, TransferId
     from common.types import TokenIds
     from services.scheduler.cache.node import Account, Node
+    from services.scheduler.cache.state_snapshots import SnapshotEntry
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.state_copies import Resumable, StateCopies, StateCopy
+    from services.scheduler.cache.tree import PrefixMatch
 
 _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
@@ -34,8 +38,16 @@ class Backups:
     A node is never copied without its ancestors, so that the nodes on the host are closed under ancestors.
     """
 
-    def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: HostConfig) -> None:
+    def __init__(
+        self,
+        store: NodeStore,
+        host: HostPages,
+        ledger: TransferLedger,
+        config: HostConfig,
+        states: StateCopies | None = None,
+    ) -> None:
         self.skipped_pages = 0
+        self._states = states
         self._store = store
         self._host = host
         self._ledger = ledger
@@ -54,10 +66,12 @@ class Backups:
 
     def want_all(self) -> None:
         """Have all nodes copied, as far as the host has room: their device memory is about to be given back."""
+        if self._states is not None:
+            self._states.want_all()
         self._wanted = {node: None for node, _ in self._store.tree.walk() if self._is_missing(node)}
 
     def note(self, node: Node) -> None:
-        """Record that a node without a copy has been used or soft-freed."""
+        """Record that a node without a copy, of its pages or of a snapshot, has been used or soft-freed."""
         if self._config.policy is not WritePolicy.WRITE_BACK or node.is_soft_free:
             self._noted[node] = None
 
@@ -68,7 +82,7 @@ class Backups:
 
     def ended(self, transfer: Transfer) -> None:
         """Record the end of a backup."""
-        self._open_pages -= transfer.pages
+        self._open_pages -= weight_of(transfer, self._store)
 
     @property
     def is_due(self) -> bool:
@@ -85,7 +99,7 @@ class Backups:
         while self._open_pages < self._config.window_pages and (node := self._next()) is not None:
             transfer = self._begin(node)
             if transfer is not None:
-                self._open_pages += transfer.pages
+                self._open_pages += weight_of(transfer, self._store)
                 started.append(transfer)
             elif self._config.policy is WritePolicy.WRITE_BACK and node.queued:
                 # Soft-free it without a copy; otherwise it would be the next victim again.
@@ -126,14 +140,17 @@ class Backups:
             node = store.queue.first()
             if node is None:
                 return None
-            if node.host_pages is None and self._has_room(node):
+            if self._is_missing(node) and self._has_room(node):
                 return node
             store.soften(node, self._reserve)
             self._noted.pop(node, None)
         return None
 
     def _begin(self, node: Node) -> Transfer | None:
-        """Start to copy a node with those of its ancestors that have no copy; None if the host has no room."""
+        """Start to copy a node with those of its ancestors that have no copy; None if the host has no room.
+
+        Of a node that has a copy, only snapshots are copied.
+        """
         path = self._path(node)
         # Prevents that making room drops the ancestors' copies.
         self._ledger.need(node, 1)
@@ -142,9 +159,15 @@ class Backups:
         if host_pages is None:
             self.skipped_pages += node.size
         else:
-            device_pages = np.concatenate([part.pages for part in path])
-            self._store.allocator.retain(device_pages)
-            transfer = self._ledger.open(TransferDirection.DEVICE_TO_HOST, path, device_pages, host_pages)
+            copies = [] if self._states is None else self._states.begin_backup(path or [node])
+            if path or copies:
+                device_pages = np.concatenate([NO_PAGES, *(part.pages for part in path)])
+                self._store.allocator.retain(device_pages)
+                snapshots = _slots(copy.source.slot for copy in copies), _slots(copy.target for copy in copies)
+                pages = device_pages, host_pages
+                transfer = self._ledger.open(TransferDirection.DEVICE_TO_HOST, path, pages, node, snapshots)
+                if self._states is not None:
+                    self._states.open(transfer, copies)
         self._ledger.need(node, -1)
         return transfer
 
@@ -163,35 +186,39 @@ class Backups:
 
     def _is_missing(self, node: Node) -> bool:
         # A soft-free node is revived until its copy is made.
-        is_there = not node.is_dead and node.state is not _ON_HOST
-        return is_there and node.host_pages is None and self._ledger.about(node) is None
+        if node.is_dead or node.state is _ON_HOST or self._ledger.about(node) is not None:
+            return False
+        return node.host_pages is None or (self._states is not None and self._states.is_missing(node))
 
 
 @dataclass(frozen=True, slots=True)
 class HostMatch:
     """Cached part of a request's tokens in its view: on the device, and beyond that on the host only.
 
-    `loading` is the transfer that is loading the first of the latter, if there is one.
+    `loading` is the transfer that is loading the first of the latter, if there is one. With recurrent layers, both end
+    after a snapshot, and pages between them may be on the device. `copied_tokens` is the memory that is to be copied
+    for `host_tokens`, in that of tokens' KV.
     """
 
     device_tokens: int
     host_tokens: int
     loading: TransferId | None = None
+    copied_tokens: int = 0
 
 
 class Loads:
     """Finds nodes that are on the host only, and makes them LIVE again."""
 
-    def __init__(self, store: NodeStore, ledger: TransferLedger) -> None:
-        """Change nodes of `store`; transfers are opened in `ledger`."""
+    def __init__(self, store: NodeStore, ledger: TransferLedger, states: StateCopies | None = None) -> None:
+        """Change nodes of `store`; transfers are opened in `ledger`, and snapshots copied by `states`, if any."""
         self._store = store
         self._ledger = ledger
+        self._states = states
         self._page_size = store.tree.page_size
 
     def find(self, viewer: Account, token_ids: TokenIds) -> HostMatch:
         """Return the cached part of a request's tokens in a view; changes nothing."""
-        tree = self._store.tree
-        match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
+        match, resumable = self._match(viewer, token_ids)
         at, end, on_device = match.partial or match.node, match.pages, match.pages
         loading: OpenTransfer | None = None
         while at.state is _ON_HOST:
@@ -199,29 +226,62 @@ class Loads:
             on_device -= match.partial_pages if at is match.partial else at.size
             assert at.parent is not None
             at = at.parent
-        return HostMatch(
-            on_device * self._page_size,
-            (end - on_device) * self._page_size,
-            loading.transfer.transfer_id if loading else None,
-        )
+        copied, load = end - on_device, loading.transfer.transfer_id if loading else None
+        if resumable is not None:
+            on_device = resumable.device_pages
+            if resumable.snapshot is not None and self._states is not None:
+                copied += self._store.config.snapshot_interval
+                load = load or self._states.loading(resumable.snapshot)
+        size = self._page_size
+        return HostMatch(on_device * size, (end - on_device) * size, load, copied * size)
+
+    def _match(self, viewer: Account, token_ids: TokenIds) -> tuple[PrefixMatch, Resumable | None]:
+        """Return what a view has cached of a request's tokens on either tier, as far as a row can continue from it."""
+        tree = self._store.tree
+        match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
+        if self._states is None:
+            return match, None
+        resumable = self._states.resumable(match, viewer)
+        return tree.shortened(match, resumable.pages), resumable
 
     def begin(self, viewer: Account, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]) -> Transfer | None:
         """Start to load everything that `find` finds on the host; None if `allocate` has no device pages for it."""
-        tree = self._store.tree
-        match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
+        match, resumable = self._match(viewer, token_ids)
         end = match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
         path = self._on_host(end)
-        assert path, "there is something to load"
+        snapshot = None if resumable is None else resumable.snapshot
+        assert path or snapshot is not None, "there is something to load"
         # From here on, making room on either tier spares the path.
         self._ledger.need(end, 1)
         self._store.touch(end)
-        device_pages = allocate(sum(node.size for node in path))
-        transfer = None
-        if device_pages is not None:
-            host_pages = np.concatenate([node.host_pages for node in path if node.host_pages is not None])
-            self._ledger.retain_host(host_pages)
-            transfer = self._ledger.open(TransferDirection.HOST_TO_DEVICE, path, device_pages, host_pages)
+        copies = self._begin_state(snapshot, end)
+        transfer = None if copies is None else self._begin_pages(path, end, copies, allocate)
         self._ledger.need(end, -1)
+        return transfer
+
+    def _begin_state(self, snapshot: SnapshotEntry | None, end: Node) -> list[StateCopy] | None:
+        """Reserve what a load of a snapshot needs, if it is to load one; None if the device has no slot for it."""
+        if snapshot is None or self._states is None:
+            return []
+        copy = self._states.begin_load(snapshot, end)
+        return None if copy is None else [copy]
+
+    def _begin_pages(
+        self, path: list[Node], end: Node, copies: list[StateCopy], allocate: Callable[[int], PageIds | None]
+    ) -> Transfer | None:
+        device_pages = allocate(sum(node.size for node in path)) if path else NO_PAGES
+        if device_pages is None:
+            for copy in copies:
+                assert self._states is not None, "it has begun the copy"
+                self._states.give_up(copy)
+            return None
+        host_pages = np.concatenate([NO_PAGES, *(node.host_pages for node in path if node.host_pages is not None)])
+        self._ledger.retain_host(host_pages)
+        snapshots = _slots(copy.target for copy in copies), _slots(copy.source.slot for copy in copies)
+        pages = device_pages, host_pages
+        transfer = self._ledger.open(TransferDirection.HOST_TO_DEVICE, path, pages, end, snapshots)
+        if self._states is not None:
+            self._states.open(transfer, copies)
         return transfer
 
     def finish(self, opened: OpenTransfer) -> int:
@@ -276,3 +336,12 @@ class Loads:
             assert at.parent is not None
             at = at.parent
         return path[::-1]
+
+
+def weight_of(transfer: Transfer, store: NodeStore) -> int:
+    """Return the memory that a transfer copies, in pages."""
+    return transfer.pages + len(transfer.device_snapshots) * store.config.snapshot_interval
+
+
+def _slots(slots: Iterable[int]) -> PageIds:
+    return np.fromiter(slots, np.int32)

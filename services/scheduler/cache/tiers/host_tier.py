@@ -6,10 +6,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.tiers.copies import Backups, Loads
+from services.scheduler.cache.tiers.copies import Backups, Loads, weight_of
 from services.scheduler.cache.tiers.host_pages import HostPages
 from services.scheduler.cache.tiers.ledger import TransferLedger
 from services.scheduler.cache.tiers.peer_reads import PeerReads
+from services.scheduler.cache.tiers.state_copies import StateCopies
 from services.scheduler.cache.tiers.storage_tier import StorageTier
 from services.scheduler.cache.types import Accounting, CacheEventKind, NodeState, scope_of
 
@@ -54,11 +55,16 @@ class HostTier:
         # Backups that all ranks have finished, while older ones are unfinished.
         self._done: set[TransferId] = set()
         self.storage: StorageTier | None = None
+        # None: the model has no recurrent layers.
+        self.states: StateCopies | None = None
+        device_snapshots = store.allocator.snapshots
+        if device_snapshots is not None:
+            self.states = StateCopies(store, self.pages, device_snapshots, config.snapshots)
         self.peers = PeerReads(store, self.pages, self.ledger, self.copied)
         self._store = store
         self._view_of = view_of
-        self._backups = Backups(store, self.pages, self.ledger, config)
-        self._loads = Loads(store, self.ledger)
+        self._backups = Backups(store, self.pages, self.ledger, config, self.states)
+        self._loads = Loads(store, self.ledger, self.states)
         store.tier = self
 
     @property
@@ -190,6 +196,7 @@ class HostTier:
             self._settle_backups()
         else:
             self.loaded_pages += self._loads.finish(opened)
+            self._finish_states(opened)
             self.ledger.close(opened)
         return opened.transfer
 
@@ -206,6 +213,8 @@ class HostTier:
         """Cancel the open transfers and drop all copies: the workers are gone, with their memory."""
         with self._operation("lose_workers", {}):
             for opened in list(self.ledger.all()):
+                if self.states is not None:
+                    self.states.drop(opened.transfer)
                 self.ledger.close(opened)
             self._done.clear()
             self._backups.forget_all()
@@ -213,6 +222,18 @@ class HostTier:
             if self.storage is not None:
                 self.storage.forget_all()
             self.flush()
+
+    def weight(self, transfer: Transfer) -> int:
+        """Return the memory that a transfer copies, in pages: a snapshot counts as those between regular ones."""
+        return weight_of(transfer, self._store)
+
+    def account_snapshots(self) -> Accounting | None:
+        """Return the accounting of the tier's snapshots, if it has any, in O(1); those being copied are protected."""
+        if self.states is None:
+            return None
+        pool = self.states.host
+        free = pool.capacity - pool.kept - pool.moving
+        return Accounting(pool.capacity, free, 0, pool.kept, pool.moving, pool.held)
 
     def account(self) -> Accounting:
         """Return the tier's page accounting in O(1)."""
@@ -238,8 +259,13 @@ class HostTier:
                 break
             self._done.remove(opened.transfer.transfer_id)
             self.backed_up_pages += self._keep(opened)
+            self._finish_states(opened)
             self._backups.ended(opened.transfer)
             self.ledger.close(opened)
+
+    def _finish_states(self, opened: OpenTransfer) -> None:
+        if self.states is not None:
+            self.states.finish(opened.transfer)
 
     def _keep(self, opened: OpenTransfer) -> int:
         """Assign copies to the nodes that they were made for; return the number of their pages."""
@@ -261,12 +287,14 @@ class HostTier:
         self.pages.keep(node, host_pages)
 
     def note(self, node: Node) -> None:
-        if node.host_pages is None:
+        if node.host_pages is None or (self.states is not None and self.states.is_missing(node)):
             self._backups.note(node)
 
     def split(self, node: Node, upper: Node) -> None:
         self.pages.split(node, upper)
         self.ledger.split(node, upper)
+        if self.states is not None:
+            self.states.split(node, upper)
 
     def absorb(self, node: Node) -> None:
         self.pages.absorb(node)
@@ -284,6 +312,8 @@ class HostTier:
 
     def leave(self, leaf: Node) -> None:
         self.ledger.leave(leaf)
+        if self.states is not None:
+            self.states.leave(leaf)
         if leaf.host_pages is not None:
             self.pages.drop(leaf)
 
@@ -300,6 +330,8 @@ class HostTier:
 
     def begin_epoch(self, epoch: int, idle: Sequence[Holder]) -> None:
         self.pages.queue.begin_epoch(epoch, idle)
+        if self.states is not None:
+            self.states.host.begin_epoch(epoch, idle)
 
     def pages_of(self, account: Account) -> int:
         return self.pages.pages_of(account)

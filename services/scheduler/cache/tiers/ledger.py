@@ -95,10 +95,23 @@ class TransferLedger:
         self._host.allocator.retain(pages)
 
     def open(
-        self, direction: TransferDirection, nodes: Sequence[Node], device_pages: PageIds, host_pages: PageIds
+        self,
+        direction: TransferDirection,
+        nodes: Sequence[Node],
+        pages: tuple[PageIds, PageIds],
+        end: Node,
+        snapshots: tuple[PageIds, PageIds] = (NO_PAGES, NO_PAGES),
     ) -> Transfer:
-        """Start a transfer for a path of nodes, parents first; it takes over one reference on each page."""
-        transfer = Transfer(TransferId(self._next), direction, device_pages, host_pages)
+        """Start a transfer for the part of the path to `end` that are `nodes`, parents first.
+
+        It takes over one reference on each of `pages`, which are, as are the slots of `snapshots`, those of the device
+        and of the host.
+        """
+        device_pages, host_pages = pages
+        transfer = Transfer(
+            TransferId(self._next), direction, device_pages, host_pages, device_snapshots=snapshots[0],
+            host_snapshots=snapshots[1],
+        )  # fmt: skip
         self._next += 1
         parts: dict[Node, TransferPart] = {}
         first = 0
@@ -107,7 +120,7 @@ class TransferLedger:
             parts[node] = TransferPart(first, node.size)
             first += node.size
         assert first == len(device_pages) == len(host_pages)
-        self._register(OpenTransfer(transfer, nodes[-1], parts))
+        self._register(OpenTransfer(transfer, end, parts))
         return transfer
 
     def open_stored(self, direction: TransferDirection, end: Node, host_pages: PageIds, keys: ObjectKeys) -> Transfer:

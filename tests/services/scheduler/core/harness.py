@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from common.types import TokenLogprob
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.cache.types import Accounting
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import PromptPart, Sequence
     from services.scheduler.core.speculation import GuessesTokens
@@ -201,6 +202,7 @@ class Harness:
             window_pool=window_pool,
             max_step_tokens=max_step_tokens,
             snapshots=[[] for _ in range(snapshots)] if snapshots else None,
+            host_snapshot_slots=host.snapshots if host else 0,
             compute_us=compute_us,
             image_block=self.config.vision.block,
         )
@@ -318,16 +320,24 @@ class Harness:
         assert total == accounts.capacity
         if self.core.memory.loads is not None:
             assert self.core.memory.loads.host.account().is_exact
+        for snapshots in (self.core.memory.account_snapshots(self.core.rows), self._host_snapshots()):
+            if snapshots is not None:
+                assert snapshots.is_exact, snapshots
         windows = self.core.memory.account_windows(self.core.rows)
         if windows is not None:
             assert windows.is_exact
             assert windows.free + windows.soft_free + windows.evictable + windows.protected == windows.capacity
+
+    def _host_snapshots(self) -> Accounting | None:
+        return None if self.cache.host is None else self.cache.host.account_snapshots()
 
     def audit(self) -> None:
         assert self.core.memory.audit(self.core.rows).is_clean
         assert self.core.memory.window_faults(self.core.rows) == []
         if self.core.memory.states is not None:
             assert self.core.memory.states.pool.faults() == []
+        if self.cache.host is not None and self.cache.host.states is not None:
+            assert self.cache.host.states.faults() == []
         assert self.core.memory.images.outputs.faults() == []
 
     def lose_workers(self, *, engine_failed: bool = False) -> None:
@@ -349,6 +359,7 @@ class Harness:
             window_pool=old.window_pool,
             max_step_tokens=old.max_step_tokens,
             snapshots=None if old.snapshots is None else [[-1] for _ in old.snapshots],
+            host_snapshot_slots=old.host_snapshot_slots,
             compute_us=old.compute_us,
             image_block=old.image_block,
         )

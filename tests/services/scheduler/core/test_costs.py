@@ -19,8 +19,8 @@ def test_short_runs_are_computed_and_long_ones_loaded() -> None:
     assert not costs.pays(edge - 1)
     assert costs.pays(edge)
     # Behind 1,000 tokens on their way already, it takes 100 ms more.
-    assert not costs.pays(100, queued_tokens=1000)
-    assert costs.pays(200, queued_tokens=1000)
+    assert not costs.pays(100, copied_tokens=1100)
+    assert costs.pays(200, copied_tokens=1200)
 
 
 def test_loading_over_a_slow_bus_never_pays_off() -> None:
