@@ -63,12 +63,13 @@ class ContentCheckSettings(Section):
 
 
 class HostTierSettings(Section):
-    """The host tier: copies of KV pages in host memory."""
+    """The host tier: copies of KV pages in host memory, and of snapshots of recurrent layers' states."""
 
     gigabytes: float = Field(default=0.0, ge=0)
-    """GiB of host memory per rank for copies of KV pages; 0: no host tier."""
+    """GiB of host memory per rank for copies of KV pages, of which a model with recurrent layers has half for snapshots
+    of their states; 0: no host tier."""
     pages: int | None = Field(default=None, ge=0)
-    """Size of the host tier in pages; takes precedence over gigabytes."""
+    """Size of the host tier in pages; takes precedence over gigabytes. Snapshots take as much memory beside them."""
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
     """Pages that are copied to the host: all cached pages (write_through), those used repeatedly
     (write_through_selective), or those about to be evicted from the device (write_back)."""

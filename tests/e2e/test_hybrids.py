@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.models import resolve_model
-from common.settings import GatewaySettings, ModelSettings, Settings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from common.settings.scheduler import HostTierSettings
 from tests.e2e.conftest import serve
 from tests.services.worker.engine.families import FAMILIES, save_model
 from tests.waiting import wait_until
@@ -33,6 +34,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, run_root: Path) -> Iterator
     settings = Settings(
         model=ModelSettings(reference=str(directory), dtype="float32"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
+        # Less than four chats of two turns.
+        scheduler=SchedulerSettings(device_pages=40, host_tier=HostTierSettings(pages=400)),
     )
     yield from serve(settings, run_root)
 
@@ -58,6 +61,32 @@ def test_a_second_turn_is_found_and_answered_as_by_a_cold_run(hybrid: Served) ->
     wait_until(hybrid.is_idle)
     tiers = {tier.tier: tier for tier in hybrid.state().tiers}
     assert tiers["device_snapshots"].evictable_pages >= 4
+
+
+def test_chats_that_left_the_device_continue_from_the_host(hybrid: Served) -> None:
+    texts = {f"user{number}": f"{number} {FIRST}" for number in range(8)}
+    answers = {user: answer(hybrid, text, user)[0] for user, text in texts.items()}
+    turns = {user: f"{texts[user]}{answers[user]} and what did the dog do" for user in texts}
+    found = {user: answer(hybrid, turn, user) for user, turn in turns.items()}
+    assert min(cached for _, cached in found.values()) >= 48
+    wait_until(hybrid.is_idle)
+    state = hybrid.state()
+    tiers = {tier.tier: tier for tier in state.tiers}
+    assert tiers["host_snapshots"].evictable_pages >= 16
+    assert any(one.direction == "host_to_device" and one.transfers for one in state.host_tier.traffic)
+    # A stranger, who computes everything, gets the same.
+    assert answer(hybrid, turns["user0"], "stranger") == (found["user0"][0], 0)
+
+
+def test_a_chat_continues_after_its_model_has_slept(hybrid: Served) -> None:
+    text, _ = answer(hybrid, FIRST, "dora")
+    with hybrid.http() as http:
+        http.post("/sleep?level=1&keep_cache=true").raise_for_status()
+        http.post("/wake_up").raise_for_status()
+    turn = f"{FIRST}{text} and what did the dog do"
+    warm, cached = answer(hybrid, turn, "dora")
+    assert cached >= 48
+    assert answer(hybrid, turn, "ernie") == (warm, 0)
 
 
 def test_after_a_restart_of_the_worker_everything_is_computed_again(hybrid: Served) -> None:

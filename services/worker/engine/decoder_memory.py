@@ -169,8 +169,3 @@ def check_memory(spec: EngineSpec, config: ModelConfig, backend: KernelBackend, 
         )
     if kv_dtype == FP8 and backend.name == "gpu":
         check_float8_kv(torch.cuda.get_device_capability())
-    if config.recurrent is not None and (spec.host_bytes or spec.host_pages):
-        raise ConfigurationError(
-            f"scheduler.host_tier: {config.family} has recurrent layers, whose states are kept on the device "
-            "only; set scheduler.host_tier.gigabytes to 0"
-        )

@@ -163,9 +163,21 @@ def test_snapshots_take_as_much_memory_as_pages(directory: Path) -> None:
     assert capacity.pages_per_snapshot == -(-states.row_bytes // page_bytes)
 
 
-def test_the_host_tier_is_refused_by_name(directory: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"scheduler\.host_tier.*recurrent"):
-        engine_of(directory, host_bytes=1 << 20)
+def test_the_host_tier_has_snapshots_in_as_much_memory_as_pages(directory: Path) -> None:
+    size = 1 << 20
+    capacity = load(directory, device_pages=64, host_bytes=size).capacity
+    states = capacity.recurrent_states
+    assert states is not None
+    page_bytes = capacity.kv_bytes_per_token * capacity.page_size
+    slot_bytes = -(-states.row_bytes // 64) * 64
+    assert capacity.host_pages == size // 2 // page_bytes
+    assert states.host_snapshots == capacity.host_pages * page_bytes // slot_bytes > 50
+    assert capacity.load_bytes_per_s > 0
+    given = load(directory, device_pages=64, host_pages=20, host_snapshots=3).capacity
+    assert given.recurrent_states is not None
+    assert (given.host_pages, given.recurrent_states.host_snapshots) == (20, 3)
+    with pytest.raises(ConfigurationError, match=r"pages and \d+ snapshots takes"):
+        load(directory, device_pages=64, host_bytes=1 << 60)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 200])
