@@ -236,7 +236,7 @@ class Loads:
         return HostMatch(on_device * size, (end - on_device) * size, load, copied * size)
 
     def _match(self, viewer: Account, token_ids: TokenIds) -> tuple[PrefixMatch, Resumable | None]:
-        """Return what a view has cached of a request's tokens on either tier, as far as a row can continue from it."""
+        """Return the match of a request's tokens in a view on either tier, as far as a row can continue from it."""
         tree = self._store.tree
         match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
         if self._states is None:

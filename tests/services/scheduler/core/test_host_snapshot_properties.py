@@ -1,6 +1,6 @@
 """Random lives of many requests of a recurrent model over two tiers: each row continues from a state of its own tokens.
 
-The simulated worker knows the tokens that each slot has taken in, and finds out whoever touches one while it is copied.
+The simulated worker knows the tokens that each slot has taken in, and finds accesses to one that is being copied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models with recurrent layers over two tiers: rows continue from snapshots that were on the host, and from no others.
 
-The simulated worker knows which tokens each slot has taken in, and finds out whoever touches one while it is copied.
+The simulated worker knows which tokens each slot has taken in, and finds accesses to one that is being copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_harness(**options: object) -> Harness:
 
 
 def serve(harness: Harness, name: str, prompt: list[int], max_tokens: int = 4, user: str = "alice") -> int:
-    """Return how many tokens were cached."""
+    """Serve one request to its end; return the number of its cached tokens."""
     harness.core.submit(make_request(name, prompt, max_tokens=max_tokens, user=user), 0.0)
     harness.run()
     harness.audit()
@@ -245,7 +245,7 @@ def test_snapshots_that_are_on_their_way_when_their_subject_is_forgotten_do_not_
     # They are read until the copy is done, and so not granted again.
     assert harness.cache.snapshots.kept == 0
     assert harness.cache.snapshots.moving == len(opened.transfer.device_snapshots)
-    # The simulated worker finds out whoever saves to them meanwhile.
+    # The simulated worker finds saves to them meanwhile.
     harness.core.submit(make_request("bob's", FLOOD[:90], user="bob"), 0.0)
     for _ in range(50):
         harness.plan()
