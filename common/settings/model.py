@@ -16,8 +16,9 @@ class ModelSettings(Section):
     reference: str = "smollm2-135m-instruct"
     """Name of a bundled model, path of a directory with config.json, path of a GGUF file, or a model on the Hugging
     Face hub: `org/repository`, with a revision `org/repository@v1.0`, or one of its GGUF files by quantization
-    `org/repository:Q4_K_M`. A path that exists takes precedence over the hub; paths must be valid on every host.
-    Downloads go to the hub's cache; HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE have their usual meaning."""
+    `org/repository:Q4_K_M`; or an address in a store, `s3://bucket/prefix` or `gs://bucket/prefix`. A path that exists
+    takes precedence over the hub; paths must be valid on every host. Downloads go to the hub's cache; HF_TOKEN,
+    HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE have their usual meaning."""
     served_name: str | None = None
     """Name by which clients request the model; by default the repository's name on the hub, or the last part of a
     path."""
