@@ -174,7 +174,7 @@ def _bounded(receive: Receive, limit: int, too_large: HttpError) -> Receive:
             async with asyncio.timeout(PAUSE_S):
                 message = await receive()
         except TimeoutError:
-            raise HttpError(408, "The request body did not come to its end.", close=True) from None
+            raise HttpError(408, "The end of the request body did not arrive in time.", close=True) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         size += len(message.get("body", b""))

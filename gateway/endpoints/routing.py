@@ -159,7 +159,7 @@ async def _read(request: Request, limit: int, larger: ImageRoom | None) -> bytes
             async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + PAUSE_S)):
                 message = await request.receive()
         except TimeoutError:
-            raise HttpError(408, "The request body did not come to its end.", close=True) from None
+            raise HttpError(408, "The end of the request body did not arrive in time.", close=True) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         chunk = message.get("body", b"")

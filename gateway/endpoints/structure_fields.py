@@ -240,7 +240,7 @@ def checked_grammar(kind: GrammarKind, text: str, param: str) -> Grammar:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"'{param}' has characters that are none (surrogates).", param=param) from error
+        raise InvalidRequestError(f"'{param}' has surrogates, which are no characters.", param=param) from error
     if size > MAX_GRAMMAR_BYTES:
         raise _too_long(param)
     if "\x00" in text:

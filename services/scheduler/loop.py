@@ -59,7 +59,7 @@ HOUSEKEEPING_INTERVAL_S = 0.25
 # step are ready sooner, with the rows' order kept.
 HAND_BACK_S = 1.0
 # Messages to clients of a model that sleeps.
-TOO_MANY_WHILE_ASLEEP = "the model sleeps, and as many requests wait for it as may; try again later"
+TOO_MANY_WHILE_ASLEEP = "the model sleeps, and no further requests may wait for it; try again later"
 NOT_WOKEN = "the model slept, and was not woken in time; try again later"
 ASLEEP_RETRY_MS = 10_000
 

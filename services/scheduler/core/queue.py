@@ -105,7 +105,7 @@ class WaitingQueue:
         """
         left = most - len(self) - sequences
         if left < 0:
-            raise _full("as many requests are waiting at this server as may")
+            raise _full(f"the queue of this server is full, with {len(self)} waiting requests")
         tenant, own = self.census.tenants[subject.tenant], self.census.of(subject)
         tenant_limit, own_limit = limits.of(subject.tenant).waiting, limits.of_subject(subject).waiting
         tenant_left = (3 * left if tenant_limit is None else tenant_limit) - tenant - sequences

@@ -181,7 +181,7 @@ class GrammarDesk:
         if mine >= self._limits.open_per_subject:
             metrics.GRAMMARS_TOTAL.labels("limited").inc()
             raise QueueFullError(
-                f"{mine} grammars of this user are being compiled or wait for it, the most that may at a time.",
+                f"{mine} grammars of this user are being compiled or wait to be, which is the limit. Try again later.",
                 param=grammar.param,
                 retry_after_ms=1000,
             )

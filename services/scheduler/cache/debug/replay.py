@@ -145,7 +145,7 @@ def replay(lines: Iterable[bytes]) -> ReplayResult:
         elif operation == END:
             is_lost = True
         elif run is None:
-            raise LogError(f"line {at}: the log has to begin with what cache it is of")
+            raise LogError(f"line {at}: the log has to begin with a header, which describes its cache")
         else:
             operations += 1
             difference = run.compare(facts, line.strip(), at)

@@ -56,7 +56,7 @@ def open_checkpoint(
         if implementation_of(raw) is not Implementation.OWN:
             if rope:
                 raise ConfigurationError(
-                    f"model.rope_parameters is for families with an own implementation, and {raw.get('model_type')!r} "
+                    f"model.rope_parameters is for families that Pando implements, and {raw.get('model_type')!r} "
                     "runs through transformers: change its config.json instead"
                 )
             is_dummy = load_format == "dummy"

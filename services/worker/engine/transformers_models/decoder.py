@@ -137,7 +137,7 @@ class TransformersDecoder:
                 raise
             raise ConfigurationError(
                 f"model family {self.config.family!r} runs through transformers, and not on {self._group.world_size} "
-                f"ranks: {error}; use tensor_parallelism 1"
+                f"ranks: {error}; use one rank (--tp 1)"
             ) from error
         if not self._group.minimum(int(self._is_expected(got))):
             raise ConfigurationError(
@@ -198,14 +198,14 @@ class TransformersDecoder:
         if config.kv_heads < world_size:
             raise ConfigurationError(
                 f"model family {config.family!r} runs through transformers, on at most as many ranks as it has KV "
-                f"heads, {config.kv_heads}; tensor_parallelism is {world_size}"
+                f"heads, {config.kv_heads}, not on {world_size}"
             )
         for module, layer in zip(modules, self._layers, strict=True):
             copies, span = config.kv_heads // layer.kv_heads, spans[self._group.rank]
             if span.start % copies or span.stop % copies:
                 raise ConfigurationError(
                     f"model family {config.family!r} runs through transformers, and a layer with {layer.kv_heads} KV "
-                    f"heads cannot be shared by {world_size} ranks; use tensor_parallelism 1"
+                    f"heads cannot be shared by {world_size} ranks; use one rank (--tp 1)"
                 )
             heads[names[module]] = Span(span.start // copies, span.stop // copies)
             kv_heads[names[module]] = layer.kv_heads

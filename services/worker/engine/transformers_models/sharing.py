@@ -112,7 +112,7 @@ class LayerSharing:
     def _refusal(self, reason: str) -> ConfigurationError:
         return ConfigurationError(
             f"model family {self._family!r} runs through transformers, and not on {self._group.world_size} ranks: "
-            f"{reason}; use tensor_parallelism 1"
+            f"{reason}; use one rank (--tp 1)"
         )
 
 

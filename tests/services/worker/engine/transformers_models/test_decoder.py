@@ -116,7 +116,7 @@ def refusal_of_rank(rank: int, world_size: int, rendezvous: str, model: str) -> 
     [
         ("stablelm", 2, "'stablelm' .* not on 2 ranks: transformers has no plan of tensor parallelism for it"),
         ("olmoe", 2, "the style 'colwise_gather_output' of layers.0.self_attn.q_proj, which is not supported"),
-        ("starcoder2", 3, "on at most as many ranks as it has KV heads, 2; tensor_parallelism is 3"),
+        ("starcoder2", 3, "on at most as many ranks as it has KV heads, 2, not on 3"),
         ("gemma4", 2, "a layer with 1 KV heads cannot be shared by 2 ranks"),
         # It thins out activations by their mean over all columns.
         ("gemma3n", 2, "'gemma3n_text' cannot be served .*: with paged attention on 2 ranks its logits are off by"),
