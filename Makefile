@@ -111,7 +111,7 @@ stores: install-dev ## Install the clients of S3 and Google Cloud Storage and se
 	@.venv-stores/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r deploy/locks/stores.txt
 	@$(BIN)/python -c $(PURELIB) >"$$(.venv-stores/bin/python -c $(PURELIB))/venv.pth"
 
-lock: ## Resolve all dependencies anew into deploy/locks
+lock: ## Resolve all dependencies again into deploy/locks
 	deploy/setup/lock.sh "$(PYTHON)" $(TORCH_VERSION) $(LOCK)
 
 clean: ## Remove caches and build outputs

@@ -180,7 +180,7 @@ def check_images(card: ModelInfo, references: Sequence[ImageReference]) -> Image
     if file is not None and not card.images.video_files:
         message = (
             f"The model '{card.name}' takes videos as frames only (data:video/jpeg;base64,<first frame>,<second "
-            "frame>,…): the decoder of MP4 and WebM is not installed at its tokenizer (pip install 'pando[video]')."
+            "frame>,…): the decoder of MP4 and WebM, Pando's extra 'video', is not installed at its tokenizer."
         )
         raise InvalidRequestError(message, param=file.param)
     return card.images

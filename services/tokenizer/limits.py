@@ -114,8 +114,8 @@ def _check_video(video: ImageFile, limits: ImageLimits, model: str, param: str) 
         raise InvalidRequestError(f"The model `{model}` does not take videos.", param=param)
     if video.is_video_file and not limits.video_files:
         message = (
-            f"The model `{model}` takes videos as frames only: the decoder of MP4 and WebM is not installed here "
-            "(pip install 'pando[video]')."
+            f"The model `{model}` takes videos as frames only: the decoder of MP4 and WebM, Pando's extra 'video', is "
+            "not installed here."
         )
         raise InvalidRequestError(message, param=param)
     if len(video.frames) > limits.max_frames:

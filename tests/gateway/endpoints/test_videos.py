@@ -147,7 +147,7 @@ async def test_videos_at_urls_are_fetched_where_these_are_allowed(monkeypatch: p
 async def test_files_of_videos_are_refused_where_none_are_decoded() -> None:
     gateway = watching(files=False)
     error = error_of(await gateway.chat(messages=user(part(file_url(MP4)))), 400)
-    assert (error["param"], "pip install 'pando[video]'" in error["message"]) == (VIDEO, True)
+    assert (error["param"], "Pando's extra 'video', is not installed" in error["message"]) == (VIDEO, True)
     assert (await gateway.chat(messages=user(part(frames_url(JPEG, JPEG))))).status_code == 200
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 # One package for each version of CUDA; on CPUs, either does.
 PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
-MISSING = "worker.peer_transfers=nixl, but NIXL is not installed: pip install 'pando[nixl]', or nixl-cu12 with CUDA 12"
+MISSING = "worker.peer_transfers=nixl, but NIXL is not installed: pip install nixl-cu13, or nixl-cu12 with CUDA 12"
 # After this long a read counts as broken: its lender waits for less.
 READ_S = 5.0
 # How often the end of a read is looked for: a slice takes milliseconds.
