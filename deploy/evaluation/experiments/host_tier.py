@@ -2,7 +2,8 @@
 
 For some lengths: how long a prefill of so many tokens takes, and how long the copy of their pages to the device, alone
 and beside rows that decode; how much slower these are meanwhile; and the length from which loading pays. Pages are
-copied in the order of a fresh pool (runs) and in a random one (scattered), as they are after a while.
+copied in the order of a fresh pool (runs) and in a random one (scattered), as they are after a while. Of a model with
+recurrent layers, each copy includes a snapshot of their states, as that of a prefix does.
 
 On a GPU, with any config.json:
 
@@ -88,6 +89,8 @@ class HostTierBench:
             max_step_tokens=max(arguments.lengths),
             device_pages=own + longest,
             host_pages=longest,
+            snapshots=1,
+            host_snapshots=1,
         )
         options = RunnerOptions(device=arguments.device, threads=arguments.threads)
         self.runner: ModelRunner = load_decoder(spec, lambda *_: None, options)
@@ -118,8 +121,14 @@ class HostTierBench:
             backup_beside_ms=Spread.of([total for total, _ in beside_backup]),
             step_beside_load_ms=Spread.of([step for _, step in beside_load]),
             step_beside_backup_ms=Spread.of([step for _, step in beside_backup]),
-            bytes_copied=-(-tokens // self.runner.capacity.page_size) * host.page_bytes,
+            bytes_copied=-(-tokens // self.runner.capacity.page_size) * host.page_bytes + self._state_bytes,
         )
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a snapshot; 0 without recurrent layers."""
+        states = self.runner.capacity.recurrent_states
+        return 0 if states is None else states.row_bytes
 
     def _repeat(self, measure: object) -> Spread:
         assert callable(measure)
@@ -139,7 +148,11 @@ class HostTierBench:
         random = np.random.default_rng(0)
         device = pages if order == "runs" else random.permutation(pages)
         host = pages if order == "runs" else random.permutation(pages)
-        transfers.begin([Transfer(TransferId(self._next), direction, device + np.int32(self._first_page), host)])
+        slots = np.arange(bool(self._state_bytes), dtype=np.int32)
+        pages = device + np.int32(self._first_page)
+        transfers.begin(
+            [Transfer(TransferId(self._next), direction, pages, host, device_snapshots=slots, host_snapshots=slots)]
+        )
         self._next += 1
 
     def _alone(self, direction: TransferDirection, tokens: int, order: str) -> float:
