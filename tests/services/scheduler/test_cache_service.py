@@ -6,10 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from pydantic import SecretStr
 
+from common.recent_images import RecentImages
 from common.settings import SchedulerSettings
 from common.types import Subject, View
 from common.wire.identity import subject_to_wire, view_to_wire
@@ -23,6 +25,8 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from common.types import Pixels
 
 WRONG = (("authorization", "Bearer let me out"),)
 USERS = ("alice", "bob", "cid")
@@ -247,6 +251,27 @@ async def test_forgetting_a_user_needs_the_token_and_leaves_all_others(pipeline:
     nobody = pipeline.stub.Forget(scheduler_pb2.ForgetRequest(), timeout=30, metadata=ADMIN)
     assert await status_of(nobody) is grpc.StatusCode.INVALID_ARGUMENT
     await until_state(pipeline, lambda state: state.tiers[0].protected_pages == 0)
+
+
+async def test_kept_pixels_are_forgotten_with_their_user_and_dropped_by_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images: RecentImages[Pixels] = RecentImages(1024 * 1024)
+    monkeypatch.setattr(service_module, "RecentImages", lambda _kept_bytes: images)
+    pipeline, pixels = Pipeline(tmp_path), np.zeros((4, 2), np.float32)
+    await pipeline.start()
+    await pipeline.ready()
+    alice, bob = (View(Subject("tenant", name)) for name in ("alice", "bob"))
+    for view in (alice, bob):
+        assert images.put(view, b"picture", pixels)
+    request = scheduler_pb2.ForgetRequest(subject=subject_to_wire(alice.subject))
+    assert await status_of(pipeline.stub.Forget(request, timeout=30)) is grpc.StatusCode.PERMISSION_DENIED
+    assert images.get(alice, b"picture") is pixels
+    await pipeline.stub.Forget(request, timeout=30, metadata=ADMIN)
+    assert [images.get(view, b"picture") is pixels for view in (alice, bob)] == [False, True]
+    await pipeline.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30, metadata=ADMIN)
+    assert images.get(bob, b"picture") is None
+    await pipeline.stop()
 
 
 async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_forgotten(pipeline: Pipeline) -> None:
