@@ -1,4 +1,4 @@
-"""Exceptions that nothing expects: those of a desk's own work end that work, those within the core end the service."""
+"""Unexpected exceptions: those of a desk's own work end that work, those within the core end the service."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ CONTENT_FINDINGS_TOTAL = Counter(
     "pando_scheduler_content_findings_total", "Findings that kept a prompt from becoming public, by rule.", ["rule"]
 )
 CONTENT_RULES_REFUSED = Gauge(
-    "pando_scheduler_content_rules_refused", "1 while the rules that are there are not the ones in effect."
+    "pando_scheduler_content_rules_refused",
+    "1 while the file of rules is refused, so that earlier rules are in effect.",
 )
 STORAGE_MISSES = Gauge(
     "pando_scheduler_storage_misses",
@@ -192,7 +193,7 @@ STORAGE_SKIPPED_TOKENS_TOTAL = Counter(
 )
 DEFECTS_TOTAL = Counter(
     "pando_scheduler_defects_total",
-    "Exceptions that nothing expects, by the part of the scheduler whose work has begun again; the log has each.",
+    "Unexpected exceptions, by the part of the scheduler whose work has begun again; the log has each.",
     ["part"],
 )
 FLEET_CONNECTED = Gauge(

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-# Behind passes that are expected to take less, plans are made at once.
+# While a pass runs that is expected to take less, the next plan is made at once.
 LONG_PASS_S: Final = 0.03
 # The next plan is made at least so long before the end of a pass: workers need some milliseconds to start it.
 LEAST_LEAD_S: Final = 0.01

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PassFollower:
-    """Hears calls to passes in a thread of its own; the engine's thread answers them between plans.
+    """Listens for calls to passes in a thread of its own; the engine's thread answers them between plans.
 
     A call that comes while the engine has plans is stale once their pass has begun, which is the same one.
     """
@@ -46,7 +46,7 @@ class PassFollower:
         self._log = get_logger("engine")
 
     def follow(self) -> None:
-        """Hear the calls of the model that the engine has loaded, if it shares experts; on the engine's thread."""
+        """Listen for calls of the model that the engine has loaded, if it shares experts; on the engine's thread."""
         calls = self._engine.pass_calls
         if calls is None or calls is self._calls:
             return

@@ -1,4 +1,4 @@
-"""Exceptions that nothing expects: work of one part begins again, a half changed core ends the service."""
+"""Unexpected exceptions: work of one part begins again, a half changed core ends the service."""
 
 from __future__ import annotations
 
