@@ -214,12 +214,13 @@ EXPECTED_OUTPUT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RoleSignals:
-    """The part of a group's load by which tokenizers change roles, if it may change its own by it or has sessions.
+    """The part of a group's load by which tokenizers change roles, and place sessions.
 
     `may_change`: a wish for another role would be followed. `is_changing`: one is, and the group takes no requests.
     `waited_s`: how long the oldest request has waited that lacks a row, memory or room in a step. `fullness`: share of
-    the rows that run, or of the pages that they hold, whichever is larger. `has_sessions`: some are open, of which a
-    change of any group could move the home. `own_role`: that of the settings, which it has after a restart.
+    the rows that run, or of the pages that they hold, whichever is larger. `has_sessions`: some are open, whose
+    turns come here whatever role the group has. `own_role`: that of the settings, which it has after a restart.
+    `follows_load`: the load may change its role; otherwise, only the last two are of use.
     """
 
     may_change: bool
@@ -228,6 +229,7 @@ class RoleSignals:
     fullness: float
     has_sessions: bool = False
     own_role: GroupRole = GroupRole.BOTH
+    follows_load: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +245,8 @@ class LoadReport:
     """Load of a scheduler: choices that wait or run, and whether a request submitted now would run; its role.
 
     If its workers sleep, a request would wait for them to be woken. `free_tokens` is the room for KV in tokens, beside
-    what open requests hold and are expected to need; None: not known. `signals`; None: its role is fixed, and it has no
-    sessions.
+    what open requests hold and are expected to need; None: not known. `signals`; None: its role is fixed, and that of
+    its settings, and it has no sessions.
     """
 
     open_choices: int

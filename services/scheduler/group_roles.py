@@ -80,7 +80,7 @@ class GroupRoles:
     def wish(self, wish: RoleWish, core: SchedulerCore) -> bool:
         """Begin the change that a tokenizer wishes; return whether it has begun."""
         role = GroupRole.PREFILL if wish.role is GroupRole.PREFILL else self._home
-        if role is self._role or not self._may_change(core):
+        if role is self._role or not self._may_change():
             return False
         self._change = _Change(role, wish.reason, self._clock() + self._rules.drain_s)
         self._log.info("role.draining", role=role.value, before=self._role.value, reason=wish.reason)
@@ -96,19 +96,20 @@ class GroupRoles:
         self._become(change.role, "load", change.reason)
 
     def signals(self, core: SchedulerCore) -> RoleSignals | None:
-        """Return the part of the load by which roles are chosen; None: it has no say in them.
+        """Return the part of the load by which roles are chosen and sessions placed; None: it says nothing of either.
 
-        A group whose role is fixed reports it only while it has sessions, which no other group's change may move.
+        A group whose role is fixed reports it while it has sessions, or another role than that of its settings.
         """
-        if not self._rules.enabled and not len(core.sessions):
+        if not self._rules.enabled and not len(core.sessions) and self._role is self._own:
             return None
         return RoleSignals(
-            may_change=self._may_change(core),
+            may_change=self._may_change(),
             is_changing=self.is_changing,
             waited_s=_waited_s(core, self._clock()),
             fullness=_fullness(core),
             has_sessions=bool(len(core.sessions)),
             own_role=self._own,
+            follows_load=self._rules.enabled,
         )
 
     async def run(self, has_open_work: Callable[[], bool]) -> None:
@@ -118,10 +119,9 @@ class GroupRoles:
             if self.is_changing:
                 self.advance(is_idle=not has_open_work())
 
-    def _may_change(self, core: SchedulerCore) -> bool:
+    def _may_change(self) -> bool:
         is_settled = self._clock() - self._changed_at >= self._rules.interval_s
-        # Sessions are held by this group alone, so they would be lost to their clients.
-        return self._rules.enabled and not self.is_changing and is_settled and not len(core.sessions)
+        return self._rules.enabled and not self.is_changing and is_settled
 
     def _become(self, role: GroupRole, cause: str, reason: str) -> None:
         if role is self._role:

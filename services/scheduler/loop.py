@@ -281,10 +281,8 @@ class SchedulerLoop:
         """Open a session, whose turns stay in the cache; see `Sessions.open`.
 
         Raises:
-            PandoError: it is refused, or this group is about to change its role, and its sessions would be lost.
+            PandoError: it is refused.
         """
-        if self.roles.is_changing:
-            raise UnavailableError("the scheduler is changing its role", retry_after_ms=1000)
         return self._sessions().open(wish)
 
     async def close_session(self, view: View, session: str) -> bool:

@@ -118,13 +118,9 @@ class Fleet:
         """Open a session at the group that gets all its requests.
 
         Raises:
-            PandoError: that group refuses it, no group would serve now, or another one is about to become its group.
+            PandoError: that group refuses it, or no group would serve now.
         """
-        key, home = session_key(wish.view, wish.session), self._home_of(wish.view, wish.session)
-        coming = [name for name, replica in self._replicas.items() if replica.will_generate]
-        if favourite(key, [home.name, *coming]) != home.name:
-            raise UnavailableError("the role of this session's scheduler is changing", retry_after_ms=1000)
-        return await home.open_session(wish)
+        return await self._home_of(wish.view, wish.session).open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
         """Close a session; return whether it was open.
@@ -196,21 +192,37 @@ class Fleet:
         if not groups:
             self.abort(sent)
             raise _no_scheduler()
+        homes = self._homes(away)
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
             tokens = expected_tokens(request)
             if request.options.session is not None:
-                # Only this group has the session's state, so its load does not matter.
-                chosen = favourite(session_key(request.view, request.options.session), groups)
+                chosen = self._group_of_session(request, request.options.session, groups, homes)
             else:
                 roomy = with_room(list(groups.values()), tokens)
                 chosen = self._policy.choose(affinity_key(request), roomy, self._prefixes.find(request))
-            groups[chosen] = groups[chosen].after(tokens)
-            batches[chosen].append(self._with_prefill_group(request))
+            if chosen in groups:
+                groups[chosen] = groups[chosen].after(tokens)
+            is_prefill_group = self._replicas[chosen].role is GroupRole.PREFILL
+            batches[chosen].append(request if is_prefill_group else self._with_prefill_group(request, homes))
         return batches
 
-    def _with_prefill_group(self, request: ScheduleRequest) -> ScheduleRequest:
-        """Name the group that is to compute the prompt if that is long: by cached prefixes and load, like any other."""
+    def _group_of_session(
+        self, request: ScheduleRequest, session: str, serving: Collection[str], homes: Collection[str]
+    ) -> str:
+        """Return the group for a request of a session, which may not be open; the groups' loads do not matter."""
+        key = session_key(request.view, session)
+        home = favourite(key, homes)
+        # Only the home has the turns that another one continues, and it pins the pages of the others.
+        if request.options.turn is not None or (home in serving and self._replicas[home].has_sessions):
+            return home
+        return favourite(key, serving)
+
+    def _with_prefill_group(self, request: ScheduleRequest, homes: Collection[str]) -> ScheduleRequest:
+        """Name the group that is to compute the prompt if that is long: by cached prefixes and load, like any other.
+
+        If the home of its session computes prompts by now, it is that group, as it has the session's pages.
+        """
         groups = [
             RoutingCandidate(name, replica.load)
             for name, replica in self._replicas.items()
@@ -218,7 +230,10 @@ class Fleet:
         ]
         if not groups:
             return request
-        chosen = self._policy.choose(affinity_key(request), groups, self._prefixes.find(request))
+        session = request.options.session
+        home = None if session is None else favourite(session_key(request.view, session), homes)
+        with_pages = [each for each in groups if each.name == home and self._replicas[each.name].has_sessions]
+        chosen = self._policy.choose(affinity_key(request), with_pages or groups, self._prefixes.find(request))
         self._replicas[chosen].note_prefill()
         return replace(request, prefill_group=chosen, prefill_group_name=self._replicas[chosen].certified_as)
 
@@ -236,11 +251,26 @@ class Fleet:
         serving = {name: replica for name, replica in there.items() if replica.can_serve}
         return serving or {name: replica for name, replica in there.items() if replica.sleeps}
 
+    def _homes(self, away: Collection[str] = ()) -> list[str]:
+        """Return the groups at which sessions are open, without `away`: those that generate by their settings.
+
+        Also one that computes prompts for now, or drains before it changes, so that no change of a role moves a
+        session.
+        """
+        homes = [
+            name
+            for name, replica in self._replicas.items()
+            if name not in away
+            and replica.own_role is not GroupRole.PREFILL
+            and (replica.can_serve or replica.is_changing)
+        ]
+        return homes or list(self._serving(away))
+
     def _home_of(self, view: View, session: str) -> Replica:
-        serving = list(self._serving())
-        if not serving:
+        homes = self._homes()
+        if not homes:
             raise _no_scheduler()
-        return self._replicas[favourite(session_key(view, session), serving)]
+        return self._replicas[favourite(session_key(view, session), homes)]
 
 
 class Destinations:
@@ -309,18 +339,27 @@ class Replica:
         return self._role
 
     @property
-    def will_generate(self) -> bool:
-        """Whether it is about to change from a prefill group into one that serves requests."""
-        observed = self.observed
-        return observed is not None and observed.is_changing and self._role is GroupRole.PREFILL
+    def own_role(self) -> GroupRole:
+        """Role of the group by its settings."""
+        return self._role if self._signals is None else self._signals.own_role
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether its role is about to change, until when it takes turns of its sessions only."""
+        return self._signals is not None and self._signals.is_changing and self._link.is_connected
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether sessions are open there."""
+        return self._signals is not None and self._signals.has_sessions
 
     @property
     def observed(self) -> ObservedGroup | None:
         """The group as roles are decided by it; None: it neither serves nor changes its role."""
-        is_changing = self._signals is not None and self._signals.is_changing and self._link.is_connected
-        if not self.can_serve and not is_changing:
+        if not self.can_serve and not self.is_changing:
             return None
-        return ObservedGroup(self.name, self._role, self._reported_load > 0, self._signals)
+        signals = self._signals if self._signals is not None and self._signals.follows_load else None
+        return ObservedGroup(self.name, self._role, self._reported_load > 0, signals)
 
     @property
     def sleeps(self) -> bool:

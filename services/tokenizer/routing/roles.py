@@ -39,7 +39,10 @@ SPARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class ObservedGroup:
-    """A group that serves or changes its role, as it reports itself; `is_busy`: it has open requests."""
+    """A group that serves or changes its role, as it reports itself.
+
+    `is_busy`: it has open requests. `signals`; None: the load does not change its role.
+    """
 
     name: str
     role: GroupRole
@@ -50,11 +53,6 @@ class ObservedGroup:
     def is_changing(self) -> bool:
         """Whether its role is about to change, so that it takes no requests."""
         return self.signals is not None and self.signals.is_changing
-
-    @property
-    def holds_roles(self) -> bool:
-        """Whether no other group may change for now: this one does, or has sessions, whose homes could move."""
-        return self.is_changing or (self.signals is not None and self.signals.has_sessions)
 
     @property
     def may_change(self) -> bool:
@@ -121,7 +119,7 @@ class RoleController:
         """Return the changes that the loads ask for; call it about once per second, with `now` in seconds."""
         known = sorted(groups, key=lambda group: group.name)
         self._note(known, now)
-        if now < self._decides_from or any(group.holds_roles for group in known):
+        if now < self._decides_from or any(group.is_changing for group in known):
             return []
         prefill = [each for each in known if each.role is GroupRole.PREFILL]
         changes = self._changes(prefill, [each for each in known if each.role is not GroupRole.PREFILL])

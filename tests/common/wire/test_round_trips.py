@@ -139,6 +139,7 @@ signals = st.builds(
     fullness=st.floats(0, 1),
     has_sessions=st.booleans(),
     own_role=st.sampled_from(GroupRole),
+    follows_load=st.booleans(),
 )
 loads = st.builds(
     LoadReport,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.audit.log import NoAudit
-from common.errors import RequestFailedError
 from common.rpc.sessions import SessionsClient
 from common.settings.scheduler import AutomaticRoleSettings
 from common.types import GroupRole, RoleSignals, RoleWish, SessionWish, Subject, View
@@ -133,25 +132,27 @@ def test_a_fixed_role_reports_no_signals_and_follows_no_wish() -> None:
     assert not desk.wish(PREFILL)
 
 
-def test_a_group_of_a_fixed_role_reports_that_it_has_sessions_which_changes_of_others_could_move() -> None:
+def test_a_group_of_a_fixed_role_reports_its_sessions_and_a_role_that_its_settings_do_not_have() -> None:
     desk = Desk(enabled=False)
     desk.harness = Harness(sessions=RULES)
     view = View(Subject("tenant", "alice"))
     desk.harness.core.sessions.open(SessionWish(view, "talk", None, None))
-    assert (desk.signals().may_change, desk.signals().has_sessions) == (False, True)
+    assert (desk.signals().may_change, desk.signals().has_sessions, desk.signals().follows_load) == (False, True, False)
     desk.harness.core.sessions.close(view, "talk")
     assert desk.roles.signals(desk.harness.core) is None
+    desk.roles.set(PREFILL)
+    assert (desk.signals().own_role, desk.signals().follows_load) == (DECODE, False)
 
 
-def test_a_group_with_open_sessions_stays_as_it_is() -> None:
+def test_a_group_with_open_sessions_changes_and_keeps_them() -> None:
     desk = Desk()
     desk.harness = Harness(sessions=RULES)
     view = View(Subject("tenant", "alice"))
     desk.harness.core.sessions.open(SessionWish(view, "talk", None, None))
-    assert (desk.signals().may_change, desk.signals().has_sessions) == (False, True)
-    assert not desk.wish(PREFILL)
-    desk.harness.core.sessions.close(view, "talk")
+    assert (desk.signals().may_change, desk.signals().has_sessions) == (True, True)
     assert desk.wish(PREFILL)
+    desk.roles.advance(is_idle=True)
+    assert (desk.roles.role, desk.signals().own_role, desk.signals().has_sessions) == (PREFILL, DECODE, True)
 
 
 def test_signals_say_how_full_the_group_is_and_how_long_requests_lack_a_row() -> None:
@@ -208,17 +209,16 @@ async def test_a_wish_on_the_stream_drains_the_group_and_its_requests_go_on(pipe
     assert {(load.serves, load.role) for load in draining} == {(False, scheduler_pb2.SCHEDULER_ROLE_BOTH)}
     change = (await pipeline.state()).role_change
     assert (change.role, change.reason) == (scheduler_pb2.SCHEDULER_ROLE_PREFILL, "a test")
-    # A request that was on its way is served, too; a session would be lost.
+    # A request that was on its way is served, too, and sessions stay whatever role the group has.
     assert not (await pipeline.submit("late", max_tokens=4)).HasField("rejected")
-    sessions = SessionsClient(pipeline.channel)
-    with pytest.raises(RequestFailedError, match="changing its role"):
-        await sessions.open_session(SessionWish(View(Subject("tenant", "alice")), "talk", None, None))
+    await SessionsClient(pipeline.channel).open_session(SessionWish(View(Subject("tenant", "alice")), "talk"))
     await pipeline.finished("running", "late")
     assert pipeline.detokenizer.output_of("running") == expected_output(PROMPT, len(PROMPT) + 12, (STOP_ID,))
     await until(lambda: pipeline.loads[-1].role == scheduler_pb2.SCHEDULER_ROLE_PREFILL)
     await until(lambda: pipeline.loads[-1].serves and not pipeline.loads[-1].signals.may_change)
     state = await pipeline.state()
     assert state.role == scheduler_pb2.SCHEDULER_ROLE_PREFILL
+    assert len(state.sessions) == 1
     assert not state.HasField("role_change")
     assert (state.running_rows, state.waiting_requests) == (0, 0)
 

@@ -520,6 +520,7 @@ class RoleSignals(_message.Message):
     FULLNESS_FIELD_NUMBER: _builtins.int
     HAS_SESSIONS_FIELD_NUMBER: _builtins.int
     OWN_ROLE_FIELD_NUMBER: _builtins.int
+    FOLLOWS_LOAD_FIELD_NUMBER: _builtins.int
     may_change: _builtins.bool
     """A wish for another role would be followed now."""
     is_changing: _builtins.bool
@@ -529,9 +530,11 @@ class RoleSignals(_message.Message):
     fullness: _builtins.float
     """Share of the rows that run, or of the pages that they hold, whichever is larger; in steps of 1/64."""
     has_sessions: _builtins.bool
-    """Sessions are open here; a change of the groups that serve would move some of all sessions to others."""
+    """Sessions are open here, whose turns come here also after the role has changed."""
     own_role: Global___SchedulerRole.ValueType
     """The role in the settings, which the group has after a restart."""
+    follows_load: _builtins.bool
+    """The load may change the role. Otherwise, only has_sessions and own_role are of use."""
     def __init__(
         self,
         *,
@@ -541,10 +544,11 @@ class RoleSignals(_message.Message):
         fullness: _builtins.float = ...,
         has_sessions: _builtins.bool = ...,
         own_role: Global___SchedulerRole.ValueType = ...,
+        follows_load: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fullness", b"fullness", "has_sessions", b"has_sessions", "is_changing", b"is_changing", "may_change", b"may_change", "own_role", b"own_role", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follows_load", b"follows_load", "fullness", b"fullness", "has_sessions", b"has_sessions", "is_changing", b"is_changing", "may_change", b"may_change", "own_role", b"own_role", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,17 @@ from common.rpc.discovery import Discovery
 from common.rpc.peers import Servers, servers_at
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
-from common.types import EXPECTED_OUTPUT_TOKENS, GroupRole, RequestId, RequestOptions, SessionWish, Subject, View
+from common.types import (
+    EXPECTED_OUTPUT_TOKENS,
+    GroupRole,
+    RequestId,
+    RequestOptions,
+    SessionTurn,
+    SessionWish,
+    Subject,
+    View,
+)
+from common.wire.requests import load_from_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing import fleet as routing_fleet
 from services.tokenizer.routing.fleet import Fleet
@@ -105,6 +116,15 @@ class Tier:
 
     def submit(self, fleet: Fleet, *users: str) -> None:
         fleet.submit([schedule(f"{user}-{index}", user=user) for index, user in enumerate(users)])
+
+    def have_reported(self, fleet: Fleet) -> bool:
+        """Whether the fleet knows the latest loads of all groups."""
+        replicas = [fleet._replicas[group.address] for group in self.groups]
+        loads = [load_from_wire(group.scheduler.load) for group in self.groups if group.scheduler.load is not None]
+        return all(
+            (replica._is_serving, replica.role, replica._signals) == (load.serves, load.role, load.signals)
+            for replica, load in zip(replicas, loads, strict=True)
+        )
 
     def serving(self, fleet: Fleet) -> int:
         return sum(replica.can_serve for replica in fleet._replicas.values())
@@ -310,7 +330,9 @@ async def test_a_group_is_asked_to_change_its_role_when_the_load_calls_for_it(
     for number, group in enumerate(tier.groups):
         is_short = number < 2
         role = prefill if is_short else decode
-        signals = scheduler_pb2.RoleSignals(may_change=True, waited_ms=2000 * is_short, fullness=0.1, own_role=role)
+        signals = scheduler_pb2.RoleSignals(
+            may_change=True, waited_ms=2000 * is_short, fullness=0.1, own_role=role, follows_load=True
+        )
         group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, open_choices=1, role=role, signals=signals)
     async with tier.run(PrefixAware(LOAD_FACTOR)):
         last = tier.groups[3].scheduler
@@ -468,29 +490,94 @@ async def test_a_session_s_requests_go_where_it_is_open_however_much_that_group_
         assert not await fleet.close_session(users[0], "chat")
 
 
-async def test_no_session_opens_that_a_draining_prefill_group_would_take_over_once_it_generates(tmp_path: Path) -> None:
-    tier = Tier(tmp_path, 2)
-    home, prefill = (group.scheduler for group in tier.groups)
-    home.load = scheduler_pb2.SchedulerLoad(serves=True)
-    role = scheduler_pb2.SCHEDULER_ROLE_PREFILL
-    prefill.load = scheduler_pb2.SchedulerLoad(serves=True, role=role)
-    users = [View(Subject("acme", f"user-{number}")) for number in range(48)]
+GROUP_ROLES = scheduler_pb2.SCHEDULER_ROLE_PREFILL, scheduler_pb2.SCHEDULER_ROLE_DECODE
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 6))])
+async def test_no_change_of_roles_moves_a_session_or_sends_one_of_its_turns_elsewhere(
+    tmp_path: Path, seed: int
+) -> None:
+    random = Random(seed)
+    prefill, decode = GROUP_ROLES
+    tier = Tier(tmp_path, 5)
+    own = [decode, decode, decode, prefill, prefill]
+
+    def become(index: int, role: scheduler_pb2.SchedulerRole.ValueType, *, is_changing: bool) -> None:
+        scheduler = tier.groups[index].scheduler
+        signals = scheduler_pb2.RoleSignals(
+            is_changing=is_changing, has_sessions=bool(scheduler.sessions), own_role=own[index], follows_load=True
+        )
+        scheduler.load = scheduler_pb2.SchedulerLoad(serves=not is_changing, role=role, signals=signals)
+
+    for index, role in enumerate(own):
+        become(index, role, is_changing=False)
+    opened: dict[View, str] = {}
+    turns = 0
     async with tier.run(RoundRobin()) as fleet:
-        prefill.load = scheduler_pb2.SchedulerLoad(role=role, signals=scheduler_pb2.RoleSignals(is_changing=True))
-        await until(lambda: tier.serving(fleet) == 1)
-        refused = set()
+        for step in range(12):
+            roles = [prefill if index else decode for index in range(5)]
+            for index in random.sample(range(1, 5), random.randint(0, 4)):
+                roles[index] = decode
+            changing = random.randrange(1, 5) if random.random() < 0.5 else None
+            for index, role in enumerate(roles):
+                become(index, role, is_changing=index == changing)
+            await until(lambda: tier.have_reported(fleet))
+            for number in range(4):
+                view = View(Subject("acme", f"user-{step}-{number}"))
+                await fleet.open_session(SessionWish(view, "chat"))
+                opened[view] = next(
+                    group.address
+                    for group in tier.groups
+                    if any(user == view.subject.name for user, _ in group.scheduler.sessions)
+                )
+            for view, home in opened.items():
+                options = RequestOptions(session="chat", turn=SessionTurn("next", after="last"))
+                request = schedule(f"turn-{turns}", user=view.subject.name)
+                fleet.submit([replace(request, options=options)])
+                assert fleet._destinations.take(request.request_id) == home
+                turns += 1
+        for view in opened:
+            assert await fleet.close_session(view, "chat")
+        assert not any(group.scheduler.sessions for group in tier.groups)
+    assert turns == sum(4 * (step + 1) for step in range(12))
+    assert len(set(opened.values())) == own.count(decode)
+
+
+async def test_other_requests_of_a_session_go_to_its_home_or_have_their_prefix_read_from_it(tmp_path: Path) -> None:
+    prefill, decode = GROUP_ROLES
+    tier = Tier(tmp_path, 4)
+    own = [decode, decode, prefill, prefill]
+
+    def report(roles: list[scheduler_pb2.SchedulerRole.ValueType]) -> None:
+        for index, (group, role) in enumerate(zip(tier.groups, roles, strict=True)):
+            signals = scheduler_pb2.RoleSignals(has_sessions=bool(group.scheduler.sessions), own_role=own[index])
+            group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, role=role, signals=signals)
+
+    report(own)
+    users = [View(Subject("acme", f"user-{number}")) for number in range(24)]
+    async with tier.run(RoundRobin()) as fleet:
         for user in users:
-            try:
-                await fleet.open_session(SessionWish(user, "chat"))
-            except UnavailableError:
-                refused.add(user)
-        assert refused
-        assert len(home.sessions) == len(users) - len(refused)
-        prefill.load = scheduler_pb2.SchedulerLoad(serves=True, role=scheduler_pb2.SCHEDULER_ROLE_DECODE)
-        await until(lambda: tier.serving(fleet) == 2)
-        # Each session still has its home.
-        for user in users:
-            assert await fleet.close_session(user, "chat") == (user not in refused)
+            await fleet.open_session(SessionWish(user, "chat"))
+        homes = {
+            user.subject.name: group.address
+            for group in tier.groups
+            for user in users
+            if any(name == user.subject.name for name, _ in group.scheduler.sessions)
+        }
+        assert len(set(homes.values())) == 2, "sessions are spread"
+        # One that has prefilled generates now, and one that has generated prefills.
+        report([decode, prefill, decode, prefill])
+        await until(lambda: tier.have_reported(fleet))
+        former = tier.groups[1].address
+        requests = [schedule(f"{user.subject.name}-0", user=user.subject.name) for user in users]
+        fleet.submit([replace(request, options=RequestOptions(session="chat")) for request in requests])
+        await until(lambda: len(tier.listener.admitted) == len(users))
+        for group in tier.groups:
+            for request in group.scheduler.requests:
+                home = homes[request.view.subject.name]
+                assert request.prefill_group == former if home == former else group.address == home
+        assert not tier.groups[1].scheduler.requests
+        assert not tier.groups[3].scheduler.requests
 
 
 async def test_without_groups_no_session_opens(tmp_path: Path) -> None:

@@ -79,14 +79,19 @@ def test_a_prefill_group_generates_once_the_others_are_full() -> None:
             [*LONG_QUEUES, *EMPTY, ObservedGroup("e", DECODE, True, RoleSignals(False, True, 0.0, 0.5))],
             id="one is changing",
         ),
-        pytest.param(
-            [*LONG_QUEUES, *EMPTY, ObservedGroup("e", DECODE, True, RoleSignals(False, False, 0.0, 0.2, True))],
-            id="one has sessions",
-        ),
     ],
 )
 def test_nothing_changes_without_need_or_without_a_group_to_spare(groups: list[ObservedGroup]) -> None:
     assert wished(groups) == []
+
+
+def test_sessions_stop_no_change() -> None:
+    """Their homes are groups by the roles of the settings, which no change moves."""
+    groups = []
+    for each in (*LONG_QUEUES, *EMPTY):
+        assert each.signals is not None
+        groups.append(replace(each, signals=replace(each.signals, has_sessions=True)))
+    assert wished(groups) == wished([*LONG_QUEUES, *EMPTY]) != []
 
 
 def own_role(group: ObservedGroup, role: GroupRole) -> ObservedGroup:
