@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UnavailableError
@@ -55,6 +55,14 @@ class SchedulerListener(Protocol):
         """The scheduler became unavailable and will not answer `lost`; None: all requests that were sent to it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Seeing:
+    """A request with images that the scheduler has not answered; `is_whole`: it was sent with all of their pixels."""
+
+    request: ScheduleRequest
+    is_whole: bool
+
+
 class SchedulerLink:
     """Sends batches of requests, and passes admissions to the listener."""
 
@@ -69,7 +77,7 @@ class SchedulerLink:
         self._load: LoadReport | None = None
         # Images whose pixels the scheduler keeps, and the requests with images that it has not answered.
         self._kept_images = KeptElsewhere()
-        self._seeing: dict[RequestId, ScheduleRequest] = {}
+        self._seeing: dict[RequestId, _Seeing] = {}
         self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
             StreamLink(
@@ -119,14 +127,18 @@ class SchedulerLink:
             UnavailableError: the scheduler is unavailable, or does not keep up.
         """
         sent: list[RequestId] = []
-        for part in split([self._without_known_pixels(request) for request in requests]):
+        shortened = [self._without_known_pixels(request) for request in requests]
+        for part in split(shortened):
             try:
                 self._send(part)
             except UnavailableError:
                 self.abort(sent)
                 raise
             sent.extend(request.request_id for request in part)
-        self._seeing.update((request.request_id, request) for request in requests if request.may_keep_images)
+        for request, written in zip(requests, shortened, strict=True):
+            if request.may_keep_images:
+                is_whole = all(image.pixels is not None for image in written.images)
+                self._seeing[request.request_id] = _Seeing(request, is_whole)
 
     def _send(self, requests: Iterable[ScheduleRequest]) -> None:
         message = scheduler_pb2.SchedulerSubmitRequest()
@@ -200,22 +212,26 @@ class SchedulerLink:
 
     def _answered(self, admission: Admission) -> Admission | None:
         """Return the answer to a request, or None if it is sent again because the scheduler lacks pixels."""
-        request = self._seeing.pop(admission.request_id, None)
+        seeing = self._seeing.pop(admission.request_id, None)
         # These two are about the pixels here; the tokenizer says itself which files it keeps or lacks.
         answer = replace(admission, keeps_images=False, lacks_images=False)
-        if request is None:
+        if seeing is None:
             return answer
+        request = seeing.request
         keys = [pixels_key(image) for image in request.images]
         if admission.keeps_images:
             self._kept_images.note(request.view, keys)
         if not admission.lacks_images:
             return answer
         self._kept_images.forget(request.view, keys)
+        if seeing.is_whole:
+            # It would be refused for ever.
+            return answer
         try:
             self._send([request])
         except UnavailableError as error:
             return replace(answer, rejected=error.to_failure())
-        self._seeing[request.request_id] = request
+        self._seeing[request.request_id] = _Seeing(request, is_whole=True)
         return None
 
     def _on_connected(self) -> None:

@@ -31,6 +31,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.keeps_images = False
         # Whether requests with images that have no pixels are refused, and have to be sent again.
         self.lacks_images = False
+        # Whether all requests with images are refused so, those with pixels included.
+        self.lacks_all_images = False
         self.sessions: set[tuple[str, str]] = set()
         # Reported with every answer; None: never, as by schedulers of earlier versions.
         self.load: scheduler_pb2.SchedulerLoad | None = None
@@ -79,6 +81,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     def _admission(self, schedule: scheduler_pb2.ScheduleRequest) -> common_pb2.Admission:
         lacks_images = self.lacks_images and not all(image.shape for image in schedule.images)
+        lacks_images = lacks_images or (self.lacks_all_images and bool(schedule.images))
         unavailable = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="not kept")
         return common_pb2.Admission(
             request_id=schedule.request_id,

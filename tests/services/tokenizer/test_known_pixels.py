@@ -135,6 +135,20 @@ async def test_pixels_are_sent_after_all_if_the_scheduler_lacks_them(bench: Benc
     assert bench.pixels()[2:] == [("3", [True])]
 
 
+async def test_a_request_that_is_refused_with_all_pixels_is_not_sent_again(bench: Bench) -> None:
+    await bench.send(seen("1", b"a"))
+    bench.scheduler.lacks_all_images = True
+    for name, attempts in (("2", [[False], [True]]), ("3", [[True]])):
+        bench.scheduler.messages.clear()
+        (answer,) = await bench.send(seen(name, b"a"))
+        assert answer.rejected is not None
+        assert (answer.rejected.code, answer.lacks_images) == (ErrorCode.UNAVAILABLE, False)
+        assert bench.pixels() == [(name, attempt) for attempt in attempts]
+    bench.scheduler.lacks_all_images = False
+    (answer,) = await bench.send(seen("4", b"a"))
+    assert answer.rejected is None
+
+
 async def test_a_request_that_was_aborted_meanwhile_is_not_sent_again(bench: Bench) -> None:
     await bench.send(seen("1", b"a"))
     bench.scheduler.lacks_images = True
