@@ -119,9 +119,7 @@ class RecentImages(Generic[ImageT]):
 
     async def run(self) -> NoReturn:
         """Drop images in time until cancelled."""
-        while True:
-            await asyncio.sleep(EXPIRY_S)
-            self.expire()
+        await _repeat(self.expire)
 
     def expire(self) -> None:
         """Drop the images that have not been used for `KEPT_S` seconds."""
@@ -166,7 +164,7 @@ class KeptElsewhere:
         for key in keys:
             self._used_at[view, key] = now
             self._used_at.move_to_end((view, key))
-        while len(self._used_at) > MOST_KNOWN or next(iter(self._used_at.values()), now) <= now - KEPT_S:
+        while len(self._used_at) > MOST_KNOWN:
             self._used_at.popitem(last=False)
 
     def has(self, view: View, key: bytes) -> bool:
@@ -183,6 +181,16 @@ class KeptElsewhere:
         """Record that the service may keep none, as it may be another process now."""
         self._used_at.clear()
 
+    async def run(self) -> NoReturn:
+        """Drop names in time until cancelled."""
+        await _repeat(self.expire)
+
+    def expire(self) -> None:
+        """Drop the names of images that have not been used for `KEPT_S` seconds."""
+        limit = self._clock() - KEPT_S
+        while self._used_at and next(iter(self._used_at.values())) <= limit:
+            self._used_at.popitem(last=False)
+
 
 def key_of(file: ImageFile) -> bytes:
     """Return the SHA-256 digest of a file and of how it is to be prepared."""
@@ -198,6 +206,12 @@ def key_of(file: ImageFile) -> bytes:
 def pixels_key(image: RowImage) -> bytes:
     """Return a name of an image's pixels: its digest, and their grid and number of embeddings."""
     return image.digest + repr((image.grid, image.length)).encode()
+
+
+async def _repeat(expire: Callable[[], None]) -> NoReturn:
+    while True:
+        await asyncio.sleep(EXPIRY_S)
+        expire()
 
 
 def _size(image: HasBytes) -> int:

@@ -110,5 +110,6 @@ class TokenizerPeer:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._link.run())
                 tasks.create_task(self._health.run())
+                tasks.create_task(self.kept_images.run())
         finally:
             await self.channel.close()

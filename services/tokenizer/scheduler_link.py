@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass, replace
@@ -118,7 +119,9 @@ class SchedulerLink:
     async def run(self, listener: SchedulerListener) -> None:
         """Keep the stream open until cancelled; `listener` receives admissions and losses."""
         self._listener = listener
-        await self._link.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._link.run())
+            tasks.create_task(self._kept_images.run())
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send all requests or none, in as few messages as possible.

@@ -157,8 +157,9 @@ def test_another_service_is_known_to_keep_what_it_has_said_for_that_view() -> No
     assert kept.has(ADA, b"b")
     clock.now = KEPT_S
     assert not kept.has(ADA, b"b")
-    assert len(kept) == 1
     kept.note(ADA, [b"c"])
+    assert len(kept) == 2
+    kept.expire()
     assert len(kept) == 1, "names are dropped, too"
     kept.note(ADA, [b"b"])
     assert kept.has(ADA, b"b")

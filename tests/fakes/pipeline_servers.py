@@ -46,6 +46,8 @@ class FakeServices:
     # Whether images are said to be kept, and whether requests that name one by its key are refused as not kept.
     keeps_images: bool = False
     lacks_images: bool = False
+    # Whether all requests with images are refused so, those with files included.
+    lacks_all_images: bool = False
     requests: list[tokenizer_pb2.GenerateRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Requests that the services deny to know.
@@ -175,6 +177,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     def _admit(self, request: tokenizer_pb2.GenerateRequest) -> common_pb2.Admission:
         services, rejection = self._services, self._services.rejection
         lacks_images = services.lacks_images and any(image.key for image in request.images)
+        lacks_images = lacks_images or (services.lacks_all_images and bool(request.images))
         if lacks_images:
             rejection = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="not kept")
         if rejection is None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.recent_images import key_of
+import pytest
+
+from common import recent_images
+from common.recent_images import KEPT_S, key_of
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile
 from common.types import CacheMode, ErrorCode, RequestId, RequestOptions, Subject, View
 from protos.gen.pando.v1 import common_pb2
@@ -22,6 +26,12 @@ ANN = View(Subject("acme", "ann"))
 def known(data: bytes, frames: tuple[bytes, ...] = ()) -> ImageFile:
     file = ImageFile(data, frames=frames)
     return replace(file, key=key_of(file))
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are looked through a hundred times a second."""
+    monkeypatch.setattr(recent_images, "EXPIRY_S", 0.01)
 
 
 FIRST, SECOND = known(b"first"), known(b"second")
@@ -160,3 +170,30 @@ async def test_another_tokenizer_process_is_sent_everything(tmp_path: Path) -> N
         await up(client)
         await send(client, request("2", FIRST))
         assert sent(services) == [("1", [b"first"]), ("2", [b"first"])]
+
+
+@pytest.mark.usefixtures("often")
+async def test_names_of_images_are_dropped_in_time_without_further_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        services.keeps_images = True
+        await send(client, request("1", FIRST))
+        (peer,) = client.pipeline._tokenizers
+        assert len(peer.kept_images) == 1
+        monkeypatch.setattr(peer.kept_images, "_clock", lambda: time.monotonic() + KEPT_S)
+        await until(lambda: not len(peer.kept_images))
+
+
+async def test_a_request_that_is_refused_with_all_images_is_answered(tmp_path: Path) -> None:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        services.keeps_images = True
+        await send(client, request("1", FIRST))
+        services.lacks_all_images = True
+        notes = await send(client, request("2", FIRST))
+        (admission,) = notes.admissions
+        assert admission.rejected is not None
+        assert admission.rejected.code is ErrorCode.UNAVAILABLE
+        assert sent(services)[1:] == [("2", [FIRST.key]), ("2", [b"first"])]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from common import recent_images
 from common.errors import UnavailableError
+from common.recent_images import KEPT_S
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.types import CacheMode, ErrorCode, RequestId, RequestOptions, RowImage, Subject, View
@@ -78,6 +81,12 @@ class Bench:
     def pixels(self) -> list[tuple[str, list[bool]]]:
         """Return the requests that the scheduler got, and which of their images had pixels."""
         return [(each.request_id, [bool(image.shape) for image in each.images]) for each in self.scheduler.requests]
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are looked through a hundred times a second."""
+    monkeypatch.setattr(recent_images, "EXPIRY_S", 0.01)
 
 
 @pytest.fixture
@@ -169,6 +178,17 @@ async def test_another_scheduler_process_is_sent_everything(bench: Bench) -> Non
     await bench.start()
     await bench.send(seen("2", b"a"))
     assert bench.pixels() == [("1", [True]), ("2", [True])]
+
+
+@pytest.mark.usefixtures("often")
+async def test_names_of_images_are_dropped_in_time_without_further_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.send(seen("1", b"a"))
+    kept = bench.link._kept_images
+    assert len(kept) == 1
+    monkeypatch.setattr(kept, "_clock", lambda: time.monotonic() + KEPT_S)
+    await until(lambda: not len(kept))
 
 
 async def test_a_request_that_cannot_be_sent_again_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
