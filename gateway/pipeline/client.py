@@ -199,11 +199,14 @@ class GrpcPipeline:
         size = 0
         for request, reply_to in requests:
             encoded = message.generates.add()
-            write_generate(request, reply_to, encoded, self._kept_by(tokenizer, request))
+            is_kept = self._kept_by(tokenizer, request)
+            write_generate(request, reply_to, encoded, is_kept)
             own_size = encoded.ByteSize()
-            if own_size > MAX_REQUEST_BYTES:
+            # With the files that are left out, as it may have to be sent with them.
+            whole_size = own_size + sum(image.size for image in request.image_files if is_kept(image))
+            if whole_size > MAX_REQUEST_BYTES:
                 del message.generates[-1]
-                self._refuse(request.request_id, own_size)
+                self._refuse(request.request_id, whole_size)
                 continue
             if batch and size + own_size > MAX_BATCH_BYTES:
                 following = tokenizer_pb2.TokenizerSubmitRequest(generates=[encoded])
@@ -286,7 +289,7 @@ class GrpcPipeline:
         tokenizer = submission.tokenizer
         if request is None or tokenizer is None:
             return False
-        keys = [image.key for image in request.image_files]
+        keys = [image.key for image in request.image_files if image.key]
         if admission.keeps_images:
             tokenizer.kept_images.note(request.view, keys)
         if not admission.lacks_images or submission.needs_images:

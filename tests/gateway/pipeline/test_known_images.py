@@ -12,12 +12,14 @@ from common import recent_images
 from common.recent_images import KEPT_S, key_of
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile
 from common.types import CacheMode, ErrorCode, RequestId, RequestOptions, Subject, View
+from gateway.pipeline import client as client_module
 from protos.gen.pando.v1 import common_pb2
 from tests.fakes.pipeline_servers import TOKENIZER, FakeServices, pipeline_servers
 from tests.gateway.pipeline.test_client import Connected, Notes, connected, up
 from tests.waiting import until
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
 ANN = View(Subject("acme", "ann"))
@@ -41,6 +43,11 @@ def request(name: str, *images: ImageFile, view: View = ANN, mode: CacheMode = C
     return GenerateRequest(RequestId(name), view, "tiny", "Hello", RequestOptions(cache_mode=mode, n=1), images=images)
 
 
+def serving(directory: Path) -> AbstractAsyncContextManager[FakeServices]:
+    """Run both servers; answers wait for their `release`, as one that ends before its admission arrives has none."""
+    return pipeline_servers(directory, automatic=0)
+
+
 async def send(client: Connected, asked: GenerateRequest) -> Notes:
     """Submit a request, and wait for its admission."""
     notes = Notes()
@@ -55,7 +62,7 @@ def sent(services: FakeServices) -> list[tuple[str, list[bytes]]]:
 
 
 async def test_files_that_the_tokenizer_keeps_for_the_view_are_sent_once(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -73,7 +80,7 @@ async def test_files_that_the_tokenizer_keeps_for_the_view_are_sent_once(tmp_pat
 async def test_images_within_chats_are_named_and_videos_of_frames_are_sent(tmp_path: Path) -> None:
     video = known(b"", (b"one", b"two"))
     chat = ChatPrompt((ChatMessage("user", parts=("Look", FIRST, video)),))
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         for name in ("1", "2"):
@@ -88,7 +95,7 @@ async def test_images_within_chats_are_named_and_videos_of_frames_are_sent(tmp_p
 
 
 async def test_files_are_sent_after_all_if_the_tokenizer_lacks_them(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -96,7 +103,9 @@ async def test_files_are_sent_after_all_if_the_tokenizer_lacks_them(tmp_path: Pa
         notes = await send(client, request("2", FIRST, SECOND))
         assert sent(services)[1:] == [("2", [FIRST.key, b"second"]), ("2", [b"first", b"second"])]
         assert [each.rejected for each in notes.admissions] == [None]
+        services.release.set()
         await until(lambda: notes.text == "Hello world")
+        services.release.clear()
         assert notes.lost == []
         services.lacks_images = False
         await send(client, request("3", FIRST))
@@ -104,7 +113,7 @@ async def test_files_are_sent_after_all_if_the_tokenizer_lacks_them(tmp_path: Pa
 
 
 async def test_an_image_that_is_lacked_is_not_named_again_before_it_is_kept(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -115,7 +124,7 @@ async def test_an_image_that_is_lacked_is_not_named_again_before_it_is_kept(tmp_
 
 
 async def test_a_request_is_sent_again_with_all_images_whatever_others_hear_meanwhile(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -131,7 +140,7 @@ async def test_a_request_is_sent_again_with_all_images_whatever_others_hear_mean
 
 
 async def test_a_refusal_for_another_reason_is_passed_on(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         services.rejection = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="away")
@@ -144,8 +153,25 @@ async def test_a_refusal_for_another_reason_is_passed_on(tmp_path: Path) -> None
         assert sent(services) == [("1", [b"first"]), ("2", [b"first"])]
 
 
+async def test_files_that_are_left_out_count_for_the_limit_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_REQUEST_BYTES", 16_000)
+    large, other = known(b"x" * 9000), known(b"y" * 9000)
+    async with serving(tmp_path) as services, connected(services) as client:
+        await up(client)
+        services.keeps_images = True
+        for name, image in (("1", large), ("2", other), ("3", large)):
+            (admission,) = (await send(client, request(name, image))).admissions
+            assert admission.rejected is None
+        (admission,) = (await send(client, request("4", large, other))).admissions
+        assert admission.rejected is not None
+        assert admission.rejected.code is ErrorCode.INVALID_REQUEST
+        assert sent(services)[2:] == [("3", [large.key])]
+
+
 async def test_a_request_that_was_aborted_meanwhile_is_not_sent_again(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -160,7 +186,7 @@ async def test_a_request_that_was_aborted_meanwhile_is_not_sent_again(tmp_path: 
 
 
 async def test_another_tokenizer_process_is_sent_everything(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -176,7 +202,7 @@ async def test_another_tokenizer_process_is_sent_everything(tmp_path: Path) -> N
 async def test_names_of_images_are_dropped_in_time_without_further_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
@@ -187,7 +213,7 @@ async def test_names_of_images_are_dropped_in_time_without_further_requests(
 
 
 async def test_a_request_that_is_refused_with_all_images_is_answered(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+    async with serving(tmp_path) as services, connected(services) as client:
         await up(client)
         services.keeps_images = True
         await send(client, request("1", FIRST))
