@@ -69,9 +69,9 @@ class RecentImages(Generic[ImageT]):
         """The bytes that all images count as."""
         return self._by_tenant.total()
 
-    def fits(self, image: ImageT) -> bool:
-        """Return whether an image is not larger than all that may be kept."""
-        return _size(image) <= self._max_bytes
+    def fits(self, images: Iterable[ImageT]) -> bool:
+        """Return whether images are together not larger than all that may be kept."""
+        return sum(map(_size, images)) <= self._max_bytes
 
     def get(self, view: View, key: bytes) -> ImageT | None:
         """Return an image that a request of the view has left, or used, in the last `KEPT_S` seconds."""
@@ -86,13 +86,13 @@ class RecentImages(Generic[ImageT]):
         images.move_to_end(name)
         return image
 
-    def put(self, view: View, key: bytes, image: ImageT) -> bool:
-        """Keep an image, unless it is larger than all that may be kept; return whether it is kept.
+    def put(self, view: View, key: bytes, image: ImageT) -> None:
+        """Keep an image, unless it is larger than all that may be kept.
 
         Another one of the same key, which is equal, stays in its place.
         """
-        if not self.fits(image):
-            return False
+        if not self.fits([image]):
+            return
         subject, name = view.subject, (view.salt, key)
         images = self._images.setdefault(subject, OrderedDict())
         if name in images:
@@ -105,7 +105,6 @@ class RecentImages(Generic[ImageT]):
             ((tenant, _),) = self._by_tenant.most_common(1)
             ((most, _),) = self._by_subject[tenant].most_common(1)
             self._drop_oldest(most)
-        return name in self._images.get(subject, ())
 
     def forget(self, subject: Subject) -> None:
         """Drop all images of a subject."""

@@ -147,11 +147,12 @@ class Submissions:
         admission = self._loop.submit(request)
         if admission.rejected is not None or not request.may_keep_images:
             return admission
-        keeps = True
-        for image in request.images:
+        keys = [pixels_key(image) for image in request.images]
+        for key, image in zip(keys, request.images, strict=True):
             assert image.pixels is not None, "requests are completed before"
-            keeps = self._images.put(request.view, pixels_key(image), image.pixels) and keeps
-        return replace(admission, keeps_images=keeps)
+            self._images.put(request.view, key, image.pixels)
+        # Of many images, the last ones may have taken the place of the first.
+        return replace(admission, keeps_images=all(self._images.get(request.view, key) is not None for key in keys))
 
     def _with_pixels(self, request: ScheduleRequest) -> ScheduleRequest | None:
         """Return a request with the pixels of all of its images, or None if some are not kept for its view."""

@@ -23,7 +23,7 @@ from services.tokenizer.images.processor import PreparedImage, RefusedImageError
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from common.recent_images import RecentImages
@@ -164,9 +164,9 @@ class ImagePool:
         metrics.IMAGE_SECONDS.observe(time.perf_counter() - started)
         return images
 
-    def keeps(self, image: PreparedImage) -> bool:
-        """Return whether an image is small enough to be kept."""
-        return self._recent.fits(image)
+    def keeps(self, images: Iterable[PreparedImage]) -> bool:
+        """Return whether images are together small enough to be kept."""
+        return self._recent.fits(images)
 
     async def _gathered(
         self, wanted: Sequence[_Job | PreparedImage], param: str, max_bytes: int

@@ -263,7 +263,7 @@ async def test_kept_pixels_are_forgotten_with_their_user_and_dropped_by_a_flush(
     await pipeline.ready()
     alice, bob = (View(Subject("tenant", name)) for name in ("alice", "bob"))
     for view in (alice, bob):
-        assert images.put(view, b"picture", pixels)
+        images.put(view, b"picture", pixels)
     request = scheduler_pb2.ForgetRequest(subject=subject_to_wire(alice.subject))
     assert await status_of(pipeline.stub.Forget(request, timeout=30)) is grpc.StatusCode.PERMISSION_DENIED
     assert images.get(alice, b"picture") is pixels

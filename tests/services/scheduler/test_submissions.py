@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind, GrammarScope
-from common.recent_images import RecentImages
+from common.recent_images import LEAST_BYTES, RecentImages
 from common.types import (
     Admission,
     CacheMode,
@@ -263,6 +263,13 @@ async def test_images_too_large_to_keep_are_not_said_to_be_kept() -> None:
     stream = Stream(kept_bytes=0)
     answer = await admitted(stream, seen("first", (b"a", PIXELS)))
     assert (answer.rejected, answer.keeps_images) == (None, False)
+
+
+async def test_images_of_which_only_some_can_be_kept_are_not_said_to_be_kept() -> None:
+    stream = Stream(kept_bytes=LEAST_BYTES)
+    answer = await admitted(stream, seen("first", (b"a", PIXELS), (b"b", OTHERS)))
+    assert (answer.rejected, answer.keeps_images) == (None, False)
+    assert (await admitted(stream, seen("twice", (b"a", PIXELS), (b"a", PIXELS)))).keeps_images
 
 
 async def test_a_request_with_a_grammar_gets_and_leaves_pixels_too() -> None:

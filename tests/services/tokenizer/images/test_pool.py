@@ -20,7 +20,7 @@ from PIL import Image
 from structlog.testing import capture_logs
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
-from common.recent_images import RecentImages, key_of
+from common.recent_images import LEAST_BYTES, RecentImages, key_of
 from common.requests import ImageFile
 from common.types import ErrorCode, Subject, View
 from services.tokenizer.images import decoding_process, pool
@@ -131,7 +131,9 @@ async def test_an_image_is_found_by_its_key_alone_in_the_view_that_sent_it_only(
     (decoded,) = await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES, view)
     (found,) = await bench.pool.prepare(ADA, [bare], "messages", MOST_BYTES, view)
     assert found is decoded
-    assert bench.pool.keeps(found)
+    assert bench.pool.keeps([found])
+    # As many as together have no room are not all kept.
+    assert not bench.pool.keeps([found] * (KEPT_BYTES // LEAST_BYTES + 1))
     # With a file, what the sender calls it does not matter.
     misnamed = ImageFile(file_of(picture(60, 60, seed=2)), key=bare.key)
     for _ in range(2):
