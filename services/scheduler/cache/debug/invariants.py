@@ -107,7 +107,7 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
     """Number 6, and that pages of several nodes are marked joint."""
     named = Counter(page for node in nodes for page in node.pages.tolist())
     joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
-    held = {page for locked in cache.locks.all() if locked.held is not None for page in locked.held.tolist()} & joint
+    held = set(_held_pages(cache)) & joint
     needed = [node for node in nodes if node.lock_ref or node.host_ref]
     protected = {page for node in needed for page in node.pages.tolist()} | held
     live = {page for node in nodes if not node.is_soft_free for page in node.pages.tolist()} - protected
@@ -123,6 +123,16 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         yield "a page of a joint node is in one that is not"
     if len(nodes) != cache.store.tree.node_count:
         yield f"{len(nodes)} nodes, counted {cache.store.tree.node_count}"
+
+
+def _held_pages(cache: RadixCache) -> Iterator[int]:
+    """Yield the pages of removed nodes that rows still use, or that open transfers read."""
+    for locked in cache.locks.all():
+        if locked.held is not None:
+            yield from locked.held.tolist()
+    for opened in cache.host.ledger.all() if cache.host is not None else ():
+        for pages in opened.held:
+            yield from pages.tolist()
 
 
 def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:

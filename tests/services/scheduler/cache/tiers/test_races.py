@@ -192,6 +192,24 @@ def test_a_promotion_takes_over_the_host_copy_and_voids_the_open_load() -> None:
     assert driver.peek(CID, [*A, 0]) == len(A)
 
 
+def test_pages_of_a_demoted_node_stay_protected_until_their_backup_is_done() -> None:
+    driver = TieredDriver()
+    for user in (ANN, BOB):
+        driver.serve(user, A)
+    driver.next_epoch()
+    (backup,) = driver.tier.plan_backups()
+    (shared,) = (node for node, _ in driver.radix.store.tree.walk())
+    assert shared.is_shared
+    Demoter(driver.radix.store, driver.radix.locks, FleetLedger(driver.radix.store)).demote(shared)
+    assert [node.pages.tolist() for node in driver.views()] == [backup.device_pages.tolist()] * 2
+    driver.check()
+    assert (driver.radix.protected_pages, driver.cache.evict(64)) == (len(A) // 2, 0)
+    driver.check()
+    driver.done(backup)
+    driver.check()
+    assert (driver.radix.protected_pages, driver.on_host(A)) == (0, 0)
+
+
 def test_a_shared_prefix_that_is_only_on_the_host_is_found_by_others() -> None:
     driver = TieredDriver()
     for user in (ANN, BOB):
