@@ -6,6 +6,7 @@ The simulated worker knows the tokens that each slot has taken in, and finds acc
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -15,8 +16,12 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from tests.examples import examples
+from tests.services.scheduler.cache.tiers.test_state_copies_model import pages_being_read
 from tests.services.scheduler.core.harness import Harness
 from tests.services.scheduler.core.test_host_tier_properties import RULES, HostTierMachine
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.state_snapshots import SnapshotEntry
 
 
 class HostSnapshotMachine(HostTierMachine):
@@ -79,7 +84,7 @@ class HostSnapshotMachine(HostTierMachine):
         assert states is not None
         open_slots = sum(len(opened.transfer.device_snapshots) for opened in self.harness.worker.open.values())
         assert states.device.moving + states.host.moving >= open_slots
-        if not self.harness.worker.open and not self.harness.core.in_flight:
+        if not len(self.harness.cache.host.ledger):
             assert states.device.moving == states.host.moving == 0
 
     @invariant()
@@ -91,7 +96,7 @@ class HostSnapshotMachine(HostTierMachine):
         assert cache.host is not None
         assert cache.host.states is not None
         assert worker.snapshots is not None
-        seen = 0
+        seen: set[SnapshotEntry] = set()
         for node, _ in cache.store.tree.walk():
             tokens = list(memoryview(cache.store.tree.path_key(node)).cast("i"))
             above = len(tokens) - node.size * cache.page_size
@@ -100,10 +105,11 @@ class HostSnapshotMachine(HostTierMachine):
                 assert worker.snapshots[entry.slot] == tokens[: above + (index + 1) * cache.page_size]
             if node.host_pages is not None:
                 for index, entry in cache.host.states.host.on(node.host_pages):
-                    seen += 1
+                    seen.add(entry)
                     assert worker.host_snapshots[entry.slot] == tokens[: above + (index + 1) * cache.page_size]
                     assert node.is_shared or entry.owner is node.owner
-        assert seen == cache.host.states.host.kept
+        read = pages_being_read(cache.host)
+        assert all(entry in seen or entry.page in read for entry in cache.host.states.host.all())
 
 
 TestHostSnapshots = HostSnapshotMachine.TestCase
