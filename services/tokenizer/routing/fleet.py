@@ -189,15 +189,16 @@ class Fleet:
             name: RoutingCandidate(name, replica.load, replica.free_tokens)
             for name, replica in self._serving(away).items()
         }
-        if not groups:
-            self.abort(sent)
-            raise _no_scheduler()
         homes = self._homes(away)
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
             tokens = expected_tokens(request)
-            if request.options.session is not None:
-                chosen = self._group_of_session(request, request.options.session, groups, homes)
+            session = request.options.session
+            if session is not None and homes and (groups or request.options.turn is not None):
+                chosen = self._group_of_session(request, session, groups, homes)
+            elif not groups:
+                self.abort(sent)
+                raise _no_scheduler()
             else:
                 roomy = with_room(list(groups.values()), tokens)
                 chosen = self._policy.choose(affinity_key(request), roomy, self._prefixes.find(request))
