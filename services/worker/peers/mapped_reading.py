@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReadProgress:
-    """The first `done` pages of a transfer were read, from `began_at` on, by the monotonic clock in seconds."""
+    """The first `done` pages of a transfer were read, from `began_at` on, by the monotonic clock in seconds.
+
+    `is_permitted`: the lender has permitted to read some from its mapped memory.
+    """
 
     began_at: float
     done: int = 0
+    is_permitted: bool = False
 
 
 async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
@@ -48,7 +52,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
 
     Raises:
         PermissionDeniedError: the lease has ended.
-        InvalidRequestError: the worker has other memory by now.
+        InvalidRequestError: the worker has other memory by now, or, once it had permitted the read, this took too long.
         AioRpcError: the connection broke.
         TimeoutError: the worker has not answered for `silence_s` seconds.
         SharingError: the memory is not mapped any more.
@@ -81,7 +85,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
         while True:
             async with asyncio.timeout(silence_s):
                 response = await call.ask(request)
-            progress.done = min(response.confirmed_pages, request.read_pages)
+            progress.is_permitted, progress.done = True, min(response.confirmed_pages, request.read_pages)
             while begun < min(response.permitted_pages, len(pages)):
                 begin, begun = begun, min(begun + slice_pages, response.permitted_pages, len(pages))
                 started.append(mapping.run(partial(copy, begin, begun)))

@@ -209,8 +209,9 @@ class PeerReader:
         except InvalidRequestError:
             if progress.done:
                 raise
-            # It has loaded again since.
-            self._mappings.drop(worker, mapping)
+            if not progress.is_permitted:
+                # It has loaded again since.
+                self._mappings.drop(worker, mapping)
             return False
         except BrokenReadError as error:
             # Later transfers are sent as bytes.

@@ -227,11 +227,13 @@ class Bench:
         async with asyncio.timeout(30):
             return await acks.get()
 
-    async def fetch_slowly(self, pages: Sequence[int]) -> asyncio.Task[TransferAck]:
-        """Begin to read; return when copies of all permitted pages wait."""
+    async def fetch_slowly(self, pages: Sequence[int], beside: int = 0) -> asyncio.Task[TransferAck]:
+        """Begin to read; return when copies of all permitted pages wait, as `beside` copies did before."""
+        if beside:
+            self.copies.gate = threading.Event()
         self.copies.gate.clear()
         fetching = asyncio.create_task(self.fetch(pages))
-        await until(lambda: self.copies.running == SLICES_AT_ONCE)
+        await until(lambda: self.copies.running == beside + SLICES_AT_ONCE)
         return fetching
 
     def content(self, pages: Sequence[int]) -> list[bytes]:
@@ -436,6 +438,21 @@ async def test_reads_beside_each_other_share_a_call_and_do_not_wait_for_one_anot
     held.set()
     assert (await slow).done_pages == PAGES
     assert bench.service.calls == ["map", "permit"]
+
+
+async def test_a_read_that_took_too_long_breaks_no_other_one(bench: Bench) -> None:
+    slow = await bench.fetch_slowly(ORDER)
+    held, lease = bench.copies.gate, bench.leases._leases[LEASE]
+    # The lender has given it up.
+    await until(lambda: not lease.reading)
+    bench.leases._silence_s = 60
+    other = await bench.fetch_slowly(ORDER, beside=SLICES_AT_ONCE)
+    held.set()
+    await until(lambda: "read" in bench.service.calls)
+    bench.copies.gate.set()
+    assert (await other).done_pages == PAGES
+    assert bench.service.calls == ["map", "permit", "read"]
+    slow.cancel()
 
 
 async def test_copies_take_no_threads_from_others(bench: Bench) -> None:
