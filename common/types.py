@@ -218,16 +218,15 @@ class RoleSignals:
 
     `may_change`: a wish for another role would be followed. `is_changing`: one is, and the group takes no requests.
     `waited_s`: how long the oldest request has waited that lacks a row, memory or room in a step. `fullness`: share of
-    the rows that run, or of the pages that they hold, whichever is larger. `has_sessions`: some are open, whose
-    turns come here whatever role the group has. `own_role`: that of the settings, which it has after a restart.
-    `follows_load`: the load may change its role; otherwise, only the last two are of use.
+    the rows that run, or of the pages that they hold, whichever is larger. `own_role`: that of the settings, which
+    it has after a restart, and by which sessions are placed. `follows_load`: the load may change its role; otherwise,
+    only the last two are of use.
     """
 
     may_change: bool
     is_changing: bool
     waited_s: float
     fullness: float
-    has_sessions: bool = False
     own_role: GroupRole = GroupRole.BOTH
     follows_load: bool = True
 

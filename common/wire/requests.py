@@ -105,8 +105,7 @@ def load_to_wire(load: LoadReport) -> scheduler_pb2.SchedulerLoad:
     if (signals := load.signals) is not None:
         message.signals.may_change, message.signals.is_changing = signals.may_change, signals.is_changing
         message.signals.waited_ms, message.signals.fullness = round(1000 * signals.waited_s), signals.fullness
-        message.signals.has_sessions, message.signals.own_role = signals.has_sessions, role_to_wire(signals.own_role)
-        message.signals.follows_load = signals.follows_load
+        message.signals.own_role, message.signals.follows_load = role_to_wire(signals.own_role), signals.follows_load
     return message
 
 
@@ -120,7 +119,6 @@ def load_from_wire(message: scheduler_pb2.SchedulerLoad) -> LoadReport:
             sent.is_changing,
             sent.waited_ms / 1000,
             sent.fullness,
-            sent.has_sessions,
             role_from_wire(sent.own_role),
             sent.follows_load,
         )

@@ -98,16 +98,15 @@ class GroupRoles:
     def signals(self, core: SchedulerCore) -> RoleSignals | None:
         """Return the part of the load by which roles are chosen and sessions placed; None: it says nothing of either.
 
-        A group whose role is fixed reports it while it has sessions, or another role than that of its settings.
+        A group whose role is fixed reports it while it has another role than that of its settings.
         """
-        if not self._rules.enabled and not len(core.sessions) and self._role is self._own:
+        if not self._rules.enabled and self._role is self._own:
             return None
         return RoleSignals(
             may_change=self._may_change(),
             is_changing=self.is_changing,
             waited_s=_waited_s(core, self._clock()),
             fullness=_fullness(core),
-            has_sessions=bool(len(core.sessions)),
             own_role=self._own,
             follows_load=self._rules.enabled,
         )

@@ -215,7 +215,7 @@ class Fleet:
         key = session_key(request.view, session)
         home = favourite(key, homes)
         # Only the home has the turns that another one continues, and it pins the pages of the others.
-        if request.options.turn is not None or (home in serving and self._replicas[home].has_sessions):
+        if request.options.turn is not None or home in serving:
             return home
         return favourite(key, serving)
 
@@ -233,7 +233,7 @@ class Fleet:
             return request
         session = request.options.session
         home = None if session is None else favourite(session_key(request.view, session), homes)
-        with_pages = [each for each in groups if each.name == home and self._replicas[each.name].has_sessions]
+        with_pages = [each for each in groups if each.name == home]
         chosen = self._policy.choose(affinity_key(request), with_pages or groups, self._prefixes.find(request))
         self._replicas[chosen].note_prefill()
         return replace(request, prefill_group=chosen, prefill_group_name=self._replicas[chosen].certified_as)
@@ -348,11 +348,6 @@ class Replica:
     def is_changing(self) -> bool:
         """Whether its role is about to change, until when it takes turns of its sessions only."""
         return self._signals is not None and self._signals.is_changing and self._link.is_connected
-
-    @property
-    def has_sessions(self) -> bool:
-        """Whether sessions are open there."""
-        return self._signals is not None and self._signals.has_sessions
 
     @property
     def observed(self) -> ObservedGroup | None:

@@ -137,7 +137,6 @@ signals = st.builds(
     # In steps of 250 ms.
     waited_s=st.integers(0, 4000).map(lambda quarters: quarters / 4),
     fullness=st.floats(0, 1),
-    has_sessions=st.booleans(),
     own_role=st.sampled_from(GroupRole),
     follows_load=st.booleans(),
 )

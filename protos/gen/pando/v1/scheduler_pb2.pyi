@@ -481,7 +481,7 @@ class SchedulerLoad(_message.Message):
     """
     @_builtins.property
     def signals(self) -> Global___RoleSignals:
-        """Absent: the load does not change the role of this group, and it has no sessions."""
+        """Absent: the load does not change the role of this group, which is that of its settings."""
 
     def __init__(
         self,
@@ -518,7 +518,6 @@ class RoleSignals(_message.Message):
     IS_CHANGING_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     FULLNESS_FIELD_NUMBER: _builtins.int
-    HAS_SESSIONS_FIELD_NUMBER: _builtins.int
     OWN_ROLE_FIELD_NUMBER: _builtins.int
     FOLLOWS_LOAD_FIELD_NUMBER: _builtins.int
     may_change: _builtins.bool
@@ -529,12 +528,10 @@ class RoleSignals(_message.Message):
     """How long the oldest request has waited that lacks a row, memory or room in a step; in steps of 250."""
     fullness: _builtins.float
     """Share of the rows that run, or of the pages that they hold, whichever is larger; in steps of 1/64."""
-    has_sessions: _builtins.bool
-    """Sessions are open here, whose turns come here also after the role has changed."""
     own_role: Global___SchedulerRole.ValueType
-    """The role in the settings, which the group has after a restart."""
+    """The role in the settings, which the group has after a restart, and by which sessions are placed."""
     follows_load: _builtins.bool
-    """The load may change the role. Otherwise, only has_sessions and own_role are of use."""
+    """The load may change the role. Otherwise, only own_role is of use."""
     def __init__(
         self,
         *,
@@ -542,13 +539,12 @@ class RoleSignals(_message.Message):
         is_changing: _builtins.bool = ...,
         waited_ms: _builtins.int = ...,
         fullness: _builtins.float = ...,
-        has_sessions: _builtins.bool = ...,
         own_role: Global___SchedulerRole.ValueType = ...,
         follows_load: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follows_load", b"follows_load", "fullness", b"fullness", "has_sessions", b"has_sessions", "is_changing", b"is_changing", "may_change", b"may_change", "own_role", b"own_role", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follows_load", b"follows_load", "fullness", b"fullness", "is_changing", b"is_changing", "may_change", b"may_change", "own_role", b"own_role", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -504,9 +504,7 @@ async def test_no_change_of_roles_moves_a_session_or_sends_one_of_its_turns_else
 
     def become(index: int, role: scheduler_pb2.SchedulerRole.ValueType, *, is_changing: bool) -> None:
         scheduler = tier.groups[index].scheduler
-        signals = scheduler_pb2.RoleSignals(
-            is_changing=is_changing, has_sessions=bool(scheduler.sessions), own_role=own[index], follows_load=True
-        )
+        signals = scheduler_pb2.RoleSignals(is_changing=is_changing, own_role=own[index], follows_load=True)
         scheduler.load = scheduler_pb2.SchedulerLoad(serves=not is_changing, role=role, signals=signals)
 
     for index, role in enumerate(own):
@@ -550,7 +548,7 @@ async def test_other_requests_of_a_session_go_to_its_home_or_have_their_prefix_r
 
     def report(roles: list[scheduler_pb2.SchedulerRole.ValueType]) -> None:
         for index, (group, role) in enumerate(zip(tier.groups, roles, strict=True)):
-            signals = scheduler_pb2.RoleSignals(has_sessions=bool(group.scheduler.sessions), own_role=own[index])
+            signals = scheduler_pb2.RoleSignals(own_role=own[index])
             group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, role=role, signals=signals)
 
     report(own)

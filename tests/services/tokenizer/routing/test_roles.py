@@ -85,15 +85,6 @@ def test_nothing_changes_without_need_or_without_a_group_to_spare(groups: list[O
     assert wished(groups) == []
 
 
-def test_sessions_stop_no_change() -> None:
-    """Their homes are groups by the roles of the settings, which no change moves."""
-    groups = []
-    for each in (*LONG_QUEUES, *EMPTY):
-        assert each.signals is not None
-        groups.append(replace(each, signals=replace(each.signals, has_sessions=True)))
-    assert wished(groups) == wished([*LONG_QUEUES, *EMPTY]) != []
-
-
 def own_role(group: ObservedGroup, role: GroupRole) -> ObservedGroup:
     assert group.signals is not None
     return replace(group, signals=replace(group.signals, own_role=role))

@@ -31,7 +31,7 @@ async def test_turns_are_answered_by_a_home_that_prefills_also_if_no_group_gener
         home = tier.groups[0].scheduler
         users = sorted(name for name, _ in home.sessions)
         assert 0 < len(users) < len(views), "sessions are spread"
-        signals = scheduler_pb2.RoleSignals(has_sessions=True, own_role=decode)
+        signals = scheduler_pb2.RoleSignals(own_role=decode)
         home.load = scheduler_pb2.SchedulerLoad(serves=True, role=prefill, signals=signals)
         await until(lambda: fleet._replicas[tier.groups[0].address].role is GroupRole.PREFILL)
         await tier.groups[1].stop()
