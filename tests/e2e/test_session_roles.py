@@ -51,6 +51,24 @@ def turn(served: Served, ids: list[int], **fields: Any) -> dict[str, Any]:
     return dict(response.json())
 
 
+def open_session(served: Served) -> tuple[str, str]:
+    """Return a session and its group, once the tokenizer knows both groups at which sessions may be."""
+    homes: dict[str, str] = {}
+    with served.http() as http:
+
+        def has_both() -> bool:
+            before = {name: len(state(served, name).sessions) for name in GROUPS}
+            session = str(http.post("/open_session", json={}).json())
+            homes[session] = next(name for name in GROUPS if len(state(served, name).sessions) > before[name])
+            return len(set(homes.values())) == 2
+
+        wait_until(has_both)
+        last = list(homes)[-1]
+        for session in list(homes)[:-1]:
+            assert http.post("/close_session", json={"session_id": session}).status_code in (200, 400, 404)
+    return last, homes[last]
+
+
 @pytest.mark.extended
 def test_a_session_goes_on_while_its_group_computes_prompts_and_after_that(tmp_path: Path, run_root: Path) -> None:
     random = Random(7)
@@ -66,9 +84,7 @@ def test_a_session_goes_on_while_its_group_computes_prompts_and_after_that(tmp_p
     )
     groups = (PlannedGroup(PREFILL), PlannedGroup(DECODE), PlannedGroup(DECODE))
     with contextmanager(serve)(settings, run_root, replicas=Replicas(groups=groups)) as served:
-        with served.http() as http:
-            session = str(http.post("/open_session", json={}).json())
-        home = next(name for name in GROUPS if state(served, name).sessions)
+        session, home = open_session(served)
         other = next(name for name in GROUPS[1:] if name != home)
         conversation, last = [random.randrange(256) for _ in range(100)], None
         for number, role in enumerate((DECODE, PREFILL, PREFILL, DECODE)):
