@@ -144,6 +144,7 @@ def files_of_stages(folder: Path) -> list[set[str]]:
     return [first, last]
 
 
+@pytest.mark.extended
 def test_stages_with_a_cache_in_common_fetch_each_file_once(
     hub: FakeHub, client: HubClient, divided: Path, run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

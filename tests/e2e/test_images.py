@@ -338,6 +338,7 @@ def test_everything_is_given_back(seeing: Served) -> None:
         ask(seeing, "ida", message(SMALL, "Bye."))
 
 
+@pytest.mark.extended
 def test_without_its_images_the_model_reads_text_only(directory: Path, run_root: Path) -> None:
     settings = Settings(
         model=ModelSettings(reference=str(directory), dtype="float32", images="off"),

@@ -267,6 +267,7 @@ def test_tokens_forced_by_a_grammar_skip_the_forward_pass_and_are_reported_norma
     assert served.state().jumped_tokens == before
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_output_goes_on_conforming_after_its_worker_was_killed(served: Served) -> None:
     whole = str(chat(served, NUMBERS, seed=5, temperature=1, max_tokens=400).choices[0].message.content)
