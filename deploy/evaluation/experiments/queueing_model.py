@@ -48,7 +48,7 @@ class PlannedWhen(StrEnum):
     AT_START = "when it begins (floor)"
 
     def lead_s(self, pass_s: float) -> float:
-        """Return how long before the end of a pass the next one is planned."""
+        """Return the time from planning the next pass to the end of one that takes `pass_s`, in seconds."""
         if self is PlannedWhen.AT_START:
             return 0.0
         if self is PlannedWhen.AHEAD or pass_s < LONG_PASS_S:

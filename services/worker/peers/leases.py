@@ -109,7 +109,7 @@ class MappedRead:
 
     @property
     def permission(self) -> Permission:
-        """What may be read and used now."""
+        """Pages that may be read and used now."""
         return Permission(self._permitted, self._confirmed)
 
     def report(self, read: int) -> Permission:

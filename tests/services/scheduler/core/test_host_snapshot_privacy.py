@@ -1,4 +1,4 @@
-"""What users observe of snapshots over two tiers does not depend on what others hold privately (B1), by paired runs."""
+"""Paired runs: users of snapshots over two tiers observe nothing of what others hold privately (B1)."""
 
 from __future__ import annotations
 
