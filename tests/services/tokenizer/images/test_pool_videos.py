@@ -22,16 +22,15 @@ from services.tokenizer.images.sampling import FrameTimes
 from services.tokenizer.images.video_files import open_video
 from tests.services.tokenizer.images.clips import ENCODERS, clip_file, clip_pictures, sound_file
 from tests.services.tokenizer.images.pictures import file_of, picture
+from tests.services.tokenizer.images.test_fuzzed_files import SEED, mutated
 from tests.services.tokenizer.images.test_pool import (
     ADA,
     FAKE_CHILD,
     LIMITS,
     MEMORY,
     MOST_BYTES,
-    SEED,
     Bench,
     directory,
-    mutated,
     running,
 )
 from tests.waiting import until
