@@ -132,6 +132,14 @@ def exists(name: str, document: Path) -> bool:
     )
 
 
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub derives them; repeated ones are numbered."""
+    headings = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    names = [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in shown]
+    return {name if (i := names[:n].count(name)) == 0 else f"{name}-{i}" for n, name in enumerate(names)}
+
+
 def is_within(target: Path) -> bool:
     return target.resolve().is_relative_to(ROOT)
 
@@ -170,6 +178,18 @@ def test_there_are_documents_with_commands() -> None:
 def test_links_point_to_existing_files(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@every_document
+def test_links_lead_to_headings_that_exist(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", document.read_text())
+    places = [(document.parent / path if path else document, anchor) for path, anchor in links]
+    assert [(place.name, anchor) for place, anchor in places if anchor not in anchors(place.read_text())] == []
+
+
+def test_headings_that_are_not_there_would_be_found() -> None:
+    text = "# The `run` directory, [again](x.md#y)\n```sh\n# not one\n```\n## On\n## On\n"
+    assert anchors(text) == {"the-run-directory-again", "on", "on-1"}
 
 
 @every_document
