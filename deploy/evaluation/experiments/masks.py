@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,21 @@ from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
 from deploy.evaluation.bench.partial_results import PartialResults
-from services.worker.engine.grammars.matcher import Matcher, mask_words
+from services.worker.engine.grammars.library import fill_threads
+from services.worker.engine.grammars.matcher import MaskFiller, Matcher
+from services.worker.engine.grammars.row_masks import RowMasks
+from services.worker.engine.grammars.spellings import Spellings
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.logits_processors import apply_masks
 from tests.services.worker.engine.grammars.corpus import CORPUS
-from tests.services.worker.engine.grammars.outputs import EOS, VOCABULARY_SIZE
+from tests.services.worker.engine.grammars.outputs import EOS, VOCABULARY_SIZE, bound_row, schema_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from common.grammars import Grammar
 
 BUNDLED = "smollm2-135m-instruct"
 LARGE = 128 * 1024
@@ -93,14 +101,12 @@ def measure(vocabulary: TokenBytes, results: PartialResults) -> None:
         times = timed(lambda text=text: compiler.compile_json_schema(text, any_whitespace=False), 3)  # type: ignore[misc]
         results.add(f"compile, {title}, {name}", "ms", times)
     compiled = compiler.compile_json_schema(json.dumps(PERSON), any_whitespace=False)
+    spellings = Spellings(vocabulary.pieces)
     for rows in ROWS:
         for place, start in PLACES.items():
-            matchers = [Matcher(compiled, size, vocabulary.pieces) for _ in range(rows)]
-            for matcher in matchers:
-                matcher._matcher.accept_string(start)
-            masks = np.empty((rows, mask_words(size)), np.int32)
-            results.add(f"fill, {place}, {rows} rows, {name}", "ms", timed(lambda: fill(matchers, masks)))  # noqa: B023
-        logits, samples = torch.randn(rows, size), np.arange(rows)
+            masks_of = rows_at(OneGrammar(compiled, size, spellings, start), rows)
+            results.add(f"fill, {place}, {rows} rows, {name}", "ms", timed(masks_of))
+        logits, samples, masks = torch.randn(rows, size), np.arange(rows), masks_of()
         times = timed(lambda: apply_masks(logits, samples, masks))  # noqa: B023
         results.add(f"apply, {rows} rows, {name}", "ms", times)
         theirs, bits = torch.randn(rows, size), torch.from_numpy(masks)
@@ -108,14 +114,39 @@ def measure(vocabulary: TokenBytes, results: PartialResults) -> None:
         results.add(f"apply with XGrammar's own function, {rows} rows, {name}", "ms", times)
 
 
-def fill(matchers: list[Matcher], masks: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-    """Compute each row's mask, as `RowMasks` does."""
-    for index, matcher in enumerate(matchers):
-        # Else it would be remembered.
-        matcher._is_current = False
-        if matcher.only() is None:
-            matcher.spelling()
-        masks[index] = matcher.mask()
+@dataclass(frozen=True, slots=True)
+class OneGrammar:
+    """Stands in for `GrammarLibrary`: all rows have one grammar, and `start` behind them."""
+
+    compiled: xgrammar.CompiledGrammar
+    vocabulary_size: int
+    spellings: Spellings
+    start: str
+    filler: MaskFiller = field(default_factory=lambda: MaskFiller(fill_threads()))
+    threads: int = field(default_factory=fill_threads)
+
+    def begin(self, grammar: Grammar) -> None:
+        """Do nothing: it is compiled."""
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Return a matcher behind the text."""
+        matcher = Matcher(self.compiled, self.vocabulary_size, self.spellings)
+        matcher._matcher.accept_string(self.start)
+        return matcher
+
+    def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+        """Compute the masks of rows."""
+        self.filler.fill(matchers, masks, lines)
+
+
+def rows_at(library: OneGrammar, count: int) -> Callable[[], NDArray[np.int32]]:
+    """Return what computes the masks of so many rows, as each pass does."""
+    masks, rows = RowMasks(library, library.vocabulary_size), RowStates(count, 64, 16)
+    for slot in range(count):
+        opened = bound_row(slot, schema_grammar(PERSON), seed=1, length=40)
+        rows.open(opened)
+        masks.open(opened)
+    return lambda: masks.masks(np.arange(count), rows)
 
 
 def timed(run: Callable[[], object], repeats: int = REPEATS) -> list[float]:

@@ -250,8 +250,8 @@ class DeviceLogitsProcessors:
 
     def set_grammar_masks(self, slots: RowIndices, masks: NDArray[np.int32]) -> None:
         """Upload the grammar masks [slots, words] of the next token of rows `slots`."""
-        lines = {RowSlot(slot): mask for slot, mask in zip(slots.tolist(), masks, strict=True)}
-        self._write(self._tables.grammar, lines)
+        device = self._tables.grammar.device
+        self._tables.grammar.index_copy_(0, to_device(slots.astype(np.int64), device), to_device(masks, device))
 
     def ban(self, ends: Mapping[RowSlot, Sequence[int]]) -> None:
         """Ban `ends`, the last tokens of banned sequences, for the next token; always banned tokens stay banned."""

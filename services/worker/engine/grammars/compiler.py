@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
 from services.worker.engine.grammars.matcher import Matcher
+from services.worker.engine.grammars.spellings import Spellings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,9 +97,9 @@ class Compiler:
         longest_first = sorted(self._special_ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
         # The bytes of each token.
-        self.pieces = _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size)
+        self._pieces = _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size)
         self._tokenizer_info = xgrammar.TokenizerInfo(
-            self.pieces,
+            self._pieces,
             vocab_size=source.vocabulary_size,
             stop_token_ids=list(source.eos_token_ids),
         )
@@ -106,6 +108,11 @@ class Compiler:
             max_threads=min(MAX_THREADS, os.cpu_count() or 1),
             cache_enabled=False,
         )
+
+    @cached_property
+    def spellings(self) -> Spellings:
+        """Those of the vocabulary."""
+        return Spellings(self._pieces)
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Return the compiled grammar that matchers are made of; takes from a millisecond to many seconds.

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
-from services.worker.engine.grammars.matcher import Matcher
+from common.host import available_cores
+from services.worker.engine.grammars.matcher import MaskFiller, Matcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    import numpy as np
     import xgrammar
+    from numpy.typing import NDArray
 
     from common.grammars import Grammar
+    from services.worker.engine.grammars.spellings import Spellings
     from services.worker.engine.grammars.vocabulary_source import VocabularySource
 
 CACHE_BYTES = 512 * 1024 * 1024
@@ -35,18 +39,27 @@ RECOMPILE_TIMEOUT_S = 60.0
 MAX_DROPPED = 65_536
 # Larger ones are loaded beside the others.
 LARGE_BYTES = 1024 * 1024
+# Threads that compute the masks of a pass at most.
+MAX_FILL_THREADS = 8
 
 
 class CompilesGrammars(Protocol):
     """Compiles and loads grammars, as `Compiler` does."""
 
-    pieces: list[bytes]
+    @property
+    def spellings(self) -> Spellings:
+        """Those of the vocabulary."""
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compile a grammar; it was found good before."""
 
     def load(self, data: bytes) -> xgrammar.CompiledGrammar:
         """Return a grammar that another process compiled."""
+
+
+def fill_threads() -> int:
+    """Return how many threads compute the masks of a pass: half of the cores, as others do the rest of the work."""
+    return max(1, min(MAX_FILL_THREADS, available_cores() // 2))
 
 
 def make_compiler(source: VocabularySource) -> CompilesGrammars:
@@ -99,6 +112,8 @@ class GrammarLibrary:
         # Seconds that each tenant has made passes wait and that are not refilled, and when that was so.
         self._waited: dict[str, tuple[float, float]] = {}
         self._clock = clock
+        self.threads = fill_threads()
+        self._filler: MaskFiller | None = None
         self._small = ThreadPoolExecutor(1, "grammars", initializer=_be_nice)
         self._large = ThreadPoolExecutor(1, "large-grammars", initializer=_be_nice)
 
@@ -121,7 +136,8 @@ class GrammarLibrary:
         assert source is not None, "a vocabulary comes with the model"
 
         def make() -> None:
-            self._compiler_of(source)
+            # Read here, so that no row waits until they are sorted.
+            _ = self._compiler_of(source).spellings
 
         return self._large.submit(make)
 
@@ -174,7 +190,13 @@ class GrammarLibrary:
             compiled = entry.compiled.result(timeout=RECOMPILE_TIMEOUT_S)
         except TimeoutError:
             return None
-        return Matcher(compiled, source.vocabulary_size, self._compiler_of(source).pieces)
+        return Matcher(compiled, source.vocabulary_size, self._compiler_of(source).spellings)
+
+    def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+        """Write which tokens may come next, see `MaskFiller`."""
+        if self._filler is None:
+            self._filler = MaskFiller(self.threads)
+        self._filler.fill(matchers, masks, lines)
 
     def _may_compile(self, grammar: Grammar) -> bool:
         """Return whether a pass may wait for a grammar; charge its tenant if it was dropped before."""

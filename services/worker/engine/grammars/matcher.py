@@ -1,4 +1,4 @@
-"""Where one output stands in its grammar."""
+"""Where one output stands in its grammar, and the masks of several outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     import xgrammar
 
-# A text has no more beginnings than that which are tokens.
-MAX_SPELLINGS = 64
+    from services.worker.engine.grammars.spellings import Spellings
+
 # [ceil(vocabulary / 32)] int32: bit i of word w says whether token 32 w + i may come next.
 Mask = NDArray[np.int32]
 
@@ -23,22 +23,27 @@ def mask_words(vocabulary_size: int) -> int:
     return -(-vocabulary_size // 32)
 
 
+def only_token(mask: Mask) -> int | None:
+    """Return the token that alone may come next; None where there are several, or none."""
+    words = np.flatnonzero(mask)
+    if words.size != 1:
+        return None
+    bits = int(mask.view(np.uint32)[words[0]])
+    return None if bits & (bits - 1) else int(words[0]) * 32 + bits.bit_length() - 1
+
+
 class Matcher:
     """Follows an output token by token. End-of-sequence tokens are allowed once the grammar is complete."""
 
     def __init__(
-        self, compiled: xgrammar.CompiledGrammar, vocabulary_size: int, pieces: Sequence[bytes] | None = None
+        self, compiled: xgrammar.CompiledGrammar, vocabulary_size: int, spellings: Spellings | None = None
     ) -> None:
-        """Start before the first token. `pieces` are the bytes of each token; without, no spelling is known."""
+        """Start before the first token. `spellings` are those of the vocabulary; without, no spelling is known."""
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._pieces = pieces
-        self._mask: Mask = np.zeros((1, mask_words(vocabulary_size)), np.int32)
-        # Whether `_mask` is of where the output stands.
-        self._is_current = False
-        # The last word's bits that are tokens: the library sets others, too.
-        self._last_bits = np.uint32(0xFFFFFFFF) >> np.uint32(-vocabulary_size % 32)
+        self._spellings = spellings
+        self._vocabulary_size = vocabulary_size
 
     @property
     def is_terminated(self) -> bool:
@@ -47,46 +52,25 @@ class Matcher:
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token; return whether the grammar allows it. If not, nothing has changed."""
-        self._is_current = False
         return bool(self._matcher.accept_token(token_id))
 
     def mask(self) -> Mask:
-        """Return which tokens may come next; valid until the next call. Not to be asked once terminated."""
-        if not self._is_current:
-            if not self._matcher.fill_next_token_bitmask(self._mask, 0):
-                self._mask.fill(-1)
-            self._mask.view(np.uint32)[0, -1] &= self._last_bits
-            self._is_current = True
-        first: Mask = self._mask[0]
+        """Return which tokens may come next. Not to be asked once terminated."""
+        masks = np.empty((1, mask_words(self._vocabulary_size)), np.int32)
+        self._matcher.fill_next_token_bitmask(masks, 0)
+        _clear_rest(masks, self._vocabulary_size)
+        first: Mask = masks[0]
         return first
 
-    def only(self) -> int | None:
-        """Return the token that alone may come next; None where there are several, or none."""
-        allowed = self._few_allowed()
-        return allowed[0] if len(allowed) == 1 else None
-
-    def spelling(self) -> int | None:
+    def spelling(self, mask: Mask) -> int | None:
         """Return the longest token that may come next, where it is certain what follows, but not in which tokens.
 
-        That is so where each token that may come next begins the text that must follow, and none goes on beyond it. Of
-        several equal tokens it is the first.
+        That is so where each token that may come next, all of which are in `mask`, begins the text that must follow,
+        and none goes on beyond it. Of several equal tokens it is the first.
         """
-        allowed = self._few_allowed()
-        if self._pieces is None or not allowed:
+        if self._spellings is None or not (text := self._certain_text()):
             return None
-        pieces, text = [self._pieces[id_] for id_ in allowed], self._certain_text()
-        if not text or not all(text.startswith(piece) for piece in pieces):
-            return None
-        return max(zip(allowed, pieces, strict=True), key=lambda pair: len(pair[1]))[0]
-
-    def _few_allowed(self) -> list[int]:
-        """Return the tokens that may come next, in order; none if they are more than a text has beginnings."""
-        mask = self.mask()
-        words = np.flatnonzero(mask)
-        if words.size > MAX_SPELLINGS:
-            return []
-        bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
-        return [] if bits.size > MAX_SPELLINGS else (words[bits >> 5] * 32 + (bits & 31)).tolist()
+        return self._spellings.longest(text, mask)
 
     def _certain_text(self) -> bytes:
         try:
@@ -94,3 +78,29 @@ class Matcher:
         except UnicodeDecodeError:
             # It begins or ends within a character.
             return b""
+
+
+class MaskFiller:
+    """Computes the masks of several outputs in threads, which the interpreter's lock does not hold up."""
+
+    def __init__(self, threads: int) -> None:
+        """Use up to `threads` threads."""
+        import xgrammar
+
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
+
+    def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+        """Write which tokens may come next in each of `matchers`, none terminated, into its line.
+
+        Args:
+            matchers: of one vocabulary.
+            masks: [rows, words] int32, filled in place.
+            lines: [matchers] the line of each.
+        """
+        self._batch.batch_fill_next_token_bitmask([each._matcher for each in matchers], masks, list(lines))
+        _clear_rest(masks, matchers[0]._vocabulary_size)
+
+
+def _clear_rest(masks: NDArray[np.int32], vocabulary_size: int) -> None:
+    """Clear the last word's bits that are no tokens, which the library sets, too."""
+    masks.view(np.uint32)[:, -1] &= np.uint32(0xFFFFFFFF) >> np.uint32(-vocabulary_size % 32)

@@ -36,7 +36,7 @@ from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.worker.engine.execution.asked import random_sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -104,20 +104,20 @@ class _Choices:
         return True
 
     def mask(self) -> Mask:
-        only, flags = self.only(), np.zeros(mask_words(VOCABULARY) * 32, np.uint8)
+        only, flags = self._only(), np.zeros(mask_words(VOCABULARY) * 32, np.uint8)
         if only is None:
             flags[self._digest() % 3 : VOCABULARY : 3] = 1
         else:
             flags[only] = 1
         return np.packbits(flags, bitorder="little").view(np.int32)
 
-    def only(self) -> int | None:
+    def _only(self) -> int | None:
         digest = self._digest()
         if not self._is_certain or digest % 5 < 2:
             return None
         return FIRST_CERTAIN + digest // 5 % (VOCABULARY - FIRST_CERTAIN)
 
-    def spelling(self) -> None:
+    def spelling(self, mask: Mask) -> None:
         return None
 
     def _digest(self) -> int:
@@ -128,6 +128,8 @@ class _Choices:
 class Library:
     """Stands in for `GrammarLibrary`."""
 
+    threads = 1
+
     def serve(self, source: VocabularySource) -> None:
         pass
 
@@ -136,6 +138,10 @@ class Library:
 
     def matcher(self, grammar: Grammar) -> _Choices:
         return _Choices(is_certain=grammar == CERTAIN)
+
+    def fill(self, matchers: Sequence[_Choices], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+        for matcher, line in zip(matchers, lines, strict=True):
+            masks[line] = matcher.mask()
 
 
 def history_engine(pages: int) -> ModelEngine:

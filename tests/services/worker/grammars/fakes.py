@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UnavailableError
 from common.grammars import Grammar, GrammarKind, GrammarScope
 from services.worker.engine.grammars.library import GrammarLibrary
+from services.worker.engine.grammars.spellings import Spellings
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.grammars.process import CompileResult
 
@@ -36,7 +37,7 @@ class FakeCompiler:
     """Counts what is compiled in the worker itself."""
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self.spellings = Spellings([])
         self.compiled: list[Grammar] = []
 
     def compile(self, grammar: Grammar) -> Any:

@@ -16,6 +16,7 @@ from common.types import RowSlot, StepId
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_executor import with_jump_forward
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.grammars.matcher import only_token
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.drafts import following_of
 from services.worker.engine.plans.plan import PlanLimits
@@ -149,34 +150,34 @@ def piece(token_id: int | None) -> bytes | None:
 def test_certain_text_is_written_in_its_longest_tokens() -> None:
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "temperature: [0-9]", "regex"))
     written = []
-    while (token_id := matcher.spelling()) is not None:
+    while (token_id := matcher.spelling(matcher.mask())) is not None:
         assert matcher.accept(token_id)
         written.append(piece(token_id))
     assert written[0] == b"temperature"
     assert b"".join(part for part in written if part) == b"temperature: "
-    assert matcher.only() is None
+    assert only_token(matcher.mask()) is None
 
 
 def test_nothing_is_forced_if_a_token_may_extend_beyond_the_certain_text() -> None:
     # "the" may become "then" or "there": whoever wants one of those has tokens that say so.
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "the(n|re)", "regex"))
-    assert matcher.spelling() is None
-    assert matcher.only() is None
+    assert matcher.spelling(matcher.mask()) is None
+    assert only_token(matcher.mask()) is None
 
 
 def test_nothing_is_forced_where_the_output_may_end() -> None:
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "q(abcdef)?", "regex"))
     assert matcher.accept(vocabulary().plain_pieces.data.index(b"q"))
-    assert matcher.only() is None
-    assert matcher.spelling() is None
+    assert only_token(matcher.mask()) is None
+    assert matcher.spelling(matcher.mask()) is None
 
 
 def test_after_a_complete_output_only_eos_is_allowed() -> None:
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "5", "regex"))
-    five = matcher.only()
+    five = only_token(matcher.mask())
     assert piece(five) == b"5"
     assert matcher.accept(five or 0)
-    assert matcher.only() == EOS
+    assert only_token(matcher.mask()) == EOS
 
 
 def test_jumps_handle_characters_of_several_tokens() -> None:

@@ -24,6 +24,10 @@ from tests.services.worker.engine.grammars.outputs import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from services.worker.engine.grammars.matcher import Mask
 
 ORDER = schema_grammar(CORPUS["order"])
@@ -101,14 +105,13 @@ class Walk:
         bits[self.path[:1]] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
-    def only(self) -> int | None:
-        return self.path[0] if self.path else None
-
-    def spelling(self) -> None:
+    def spelling(self, mask: Mask) -> None:
         return None
 
 
 class Library:
+    threads = 2
+
     def __init__(self, path: list[int]) -> None:
         self.path = path
 
@@ -117,6 +120,10 @@ class Library:
 
     def matcher(self, grammar: Grammar) -> Walk:
         return Walk(list(self.path))
+
+    def fill(self, matchers: Sequence[Walk], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+        for matcher, line in zip(matchers, lines, strict=True):
+            masks[line] = matcher.mask()
 
 
 def allowed(masks: RowMasks, rows: RowStates) -> list[int]:
@@ -155,6 +162,55 @@ def test_a_row_whose_masks_take_too_long_ends() -> None:
     rows.append_tokens(np.array([0]), np.array([100], np.int32))
     assert allowed(masks, rows) == [101]
     assert allowed(masks, rows) == [EOS]
+
+
+class Slow:
+    """Time in which nothing passes but while a matcher of `path` computes its mask: alone or with others."""
+
+    def __init__(self, path: list[int], seconds: float) -> None:
+        self.now = 0.0
+        self.path = path
+        self.seconds = seconds
+        # Lines of each call.
+        self.together: list[list[int]] = []
+
+    def library(self) -> Library:
+        outer = self
+
+        class SlowWalk(Walk):
+            def mask(self) -> Mask:
+                if self.path[:1] in ([id_] for id_ in outer.path):
+                    outer.now += outer.seconds
+                return super().mask()
+
+        class Slowly(Library):
+            def matcher(self, grammar: Grammar) -> Walk:
+                return SlowWalk(outer.path[:] if grammar == LISTS else list(self.path))
+
+            def fill(self, matchers: Sequence[Walk], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+                outer.together.append(list(lines))
+                super().fill(matchers, masks, lines)
+
+        return Slowly([100, 101, 102, 103, 104])
+
+
+def test_a_row_that_holds_up_the_others_is_computed_apart_and_ends() -> None:
+    slow = Slow([200, 201, 202, 203, 204, 205], seconds=0.4)
+    masks = RowMasks(slow.library(), VOCABULARY_SIZE, clock=lambda: slow.now, wall=lambda: slow.now)
+    rows = RowStates(2, 64, 16)
+    for opened in (bound_row(0, ORDER, seed=1, length=40), bound_row(1, LISTS, seed=1, length=40)):
+        rows.open(opened)
+        masks.open(opened)
+    seen: list[list[int]] = []
+    for step in range(5):
+        bits = np.unpackbits(masks.masks(np.array([0, 1]), rows).view(np.uint8), axis=1, bitorder="little")
+        seen.append([int(np.flatnonzero(line)[0]) for line in bits])
+        rows.append_tokens(np.array([0, 1]), np.array([100 + step, 200 + step], np.int32))
+    # What the first pass took cannot be charged to one of them; then 0.4 s are, each time.
+    assert [first for first, _ in seen] == [100, 101, 102, 103, 104]
+    assert [second for _, second in seen] == [200, 201, 202, 203, EOS]
+    # Both were computed apart in the second pass, and the first of them with others again from then on.
+    assert slow.together == [[0, 1], [0], [0], [0]]
 
 
 def test_a_row_that_has_ended_may_take_part_once_more() -> None:
