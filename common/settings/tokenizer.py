@@ -21,7 +21,7 @@ class RoutingSettings(Section):
 
 
 class ImageDecodingSettings(Section):
-    """The images of models that see some: how many and which ones a request may have, and what decoding may use."""
+    """Images for vision models: how many and which ones a request may have, and what decoding may use."""
 
     max_images: int = Field(default=16, ge=1, le=1024)
     """Images of one request, those of earlier messages included."""
