@@ -28,6 +28,13 @@ def test_each_result_file_answers_one_question() -> None:
     assert sorted(named) == sorted(path.name for path in (FOLDER / "results").glob("*.json"))
 
 
+def test_each_result_file_names_the_document_that_discusses_it() -> None:
+    named = [re.findall(r"\]\(([^)]+\.md)\)", row[5]) for row in ROWS if row[5] != "here only"]
+    assert len(named) > 30
+    assert all(len(documents) > 0 for documents in named)
+    assert [name for documents in named for name in documents if not (FOLDER / name).is_file()] == []
+
+
 def test_each_plot_is_linked() -> None:
     linked = re.findall(r"\]\((results/[^)]+\.svg)\)", TEXT)
     assert len(linked) > 0
