@@ -179,6 +179,8 @@ class SessionTurn:
     replace: bool = False
     # As an admission of this turn has reported them.
     conversation_ids: tuple[int, ...] = ()
+    # Whether a scheduler without the session refuses the turn, also if it could go on there.
+    only_in_session: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +393,8 @@ class Admission:
     lacks_images: bool = False
     # Whether the next requests of the view may name its images without their content.
     keeps_images: bool = False
+    # Rejected, as this scheduler has no such session, or not the turn to continue; only from the scheduler.
+    lacks_session: bool = False
 
 
 @dataclass(frozen=True, slots=True)

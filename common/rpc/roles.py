@@ -44,6 +44,7 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Tokenizer/GetModel": _GATEWAY | _OPERATOR,
         "/pando.v1.Sessions/OpenSession": _GATEWAY,
         "/pando.v1.Sessions/CloseSession": _GATEWAY,
+        "/pando.v1.Sessions/FindSession": _GATEWAY,
         **_EVERY_SERVER,
     },
     "pando.v1.Scheduler": {
@@ -53,6 +54,7 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Scheduler/SetRole": _OPERATOR,
         "/pando.v1.Sessions/OpenSession": _TOKENIZER,
         "/pando.v1.Sessions/CloseSession": _TOKENIZER,
+        "/pando.v1.Sessions/FindSession": _TOKENIZER,
         # The tokenizer routes by load; the gateway answers /get_server_info, /flush_cache, timelines and the console.
         "/pando.v1.Scheduler/GetState": _TOKENIZER | _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/FlushCache": _GATEWAY | _OPERATOR,

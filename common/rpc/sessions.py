@@ -8,6 +8,8 @@ from common.rpc.status import answered
 from common.wire.identity import (
     close_from_wire,
     close_to_wire,
+    find_from_wire,
+    find_to_wire,
     grant_from_wire,
     grant_to_wire,
     wish_from_wire,
@@ -25,16 +27,21 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SESSIONS = sessions_pb2.DESCRIPTOR.services_by_name["Sessions"].full_name
 TIMEOUT_S = 10.0
+# A request waits for the answer, which needs no work.
+FIND_TIMEOUT_S = 2.0
 
 
 class SessionHost(Protocol):
-    """Opens and closes sessions. Both methods raise a PandoError if it is refused or a service is unreachable."""
+    """Opens, closes and finds sessions. The methods raise a PandoError if it is refused or a service unreachable."""
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session; return its capacity and timeout."""
 
     async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
+
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        """Return whether a session is open, and has the turn `after` if that is not None."""
 
 
 class SessionsService(sessions_pb2_grpc.SessionsServicer):
@@ -54,6 +61,11 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         was_open = await self._host.close_session(*close_from_wire(request))
         return sessions_pb2.CloseSessionResponse(was_open=was_open)
 
+    async def FindSession(  # noqa: N802
+        self, request: sessions_pb2.FindSessionRequest, context: Context
+    ) -> sessions_pb2.FindSessionResponse:
+        return sessions_pb2.FindSessionResponse(is_open=await self._host.find_session(*find_from_wire(request)))
+
 
 class SessionsClient:
     """A `SessionHost` that forwards to the `Sessions` service of another process."""
@@ -69,3 +81,8 @@ class SessionsClient:
         """End a session; return whether it was open."""
         call = self._stub.CloseSession(close_to_wire(view, session), timeout=TIMEOUT_S)
         return (await answered(call)).was_open
+
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        """Return whether a session is open, and has the turn `after` if that is not None."""
+        call = self._stub.FindSession(find_to_wire(view, session, after), timeout=FIND_TIMEOUT_S)
+        return (await answered(call)).is_open

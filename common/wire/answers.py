@@ -132,6 +132,7 @@ def admission_to_wire(admission: Admission) -> common_pb2.Admission:
         conversation_token_ids=admission.conversation_ids,
         lacks_images=admission.lacks_images,
         keeps_images=admission.keeps_images,
+        lacks_session=admission.lacks_session,
     )
 
 
@@ -146,6 +147,7 @@ def admission_from_wire(message: common_pb2.Admission) -> Admission:
         tuple(message.conversation_token_ids),
         message.lacks_images,
         message.keeps_images,
+        message.lacks_session,
     )
 
 

@@ -82,7 +82,24 @@ def close_from_wire(message: sessions_pb2.CloseSessionRequest) -> tuple[View, st
     return _session_of(message)
 
 
-def _session_of(message: sessions_pb2.OpenSessionRequest | sessions_pb2.CloseSessionRequest) -> tuple[View, str]:
+def find_to_wire(view: View, session: str, after: str | None) -> sessions_pb2.FindSessionRequest:
+    """Encode the question whether a session is open, with a turn called `after`."""
+    return sessions_pb2.FindSessionRequest(view=view_to_wire(view), session=session, after=after)
+
+
+def find_from_wire(message: sessions_pb2.FindSessionRequest) -> tuple[View, str, str | None]:
+    """Decode the question whether a session is open.
+
+    Raises:
+        InvalidRequestError: the view or the session's name is missing or invalid.
+    """
+    after = check_name("session_params.rid", message.after) if message.HasField("after") else None
+    return *_session_of(message), after
+
+
+def _session_of(
+    message: sessions_pb2.OpenSessionRequest | sessions_pb2.CloseSessionRequest | sessions_pb2.FindSessionRequest,
+) -> tuple[View, str]:
     if not message.session:
         raise InvalidRequestError("session must be set", param="session_id")
     return view_from_wire(message.view), check_name("session_id", message.session)

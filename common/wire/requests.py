@@ -368,6 +368,7 @@ def _turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
         drop_previous_output=turn.drop_previous_output,
         replace=turn.replace,
         conversation_token_ids=turn.conversation_ids,
+        only_in_session=turn.only_in_session,
     )
 
 
@@ -384,6 +385,7 @@ def _turn_from_wire(message: RequestMessage) -> SessionTurn | None:
         drop_previous_output=turn.drop_previous_output,
         replace=turn.replace,
         conversation_ids=tuple(turn.conversation_token_ids),
+        only_in_session=turn.only_in_session,
     )
 
 

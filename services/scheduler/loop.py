@@ -289,6 +289,10 @@ class SchedulerLoop:
         """Close a session; return whether it was open."""
         return self._sessions().close(view, session)
 
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        """Return whether a session is open, and has the turn `after` if that is not None."""
+        return self._sessions().has(view, session, after)
+
     def _sessions(self) -> Sessions:
         if self.core is None:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)

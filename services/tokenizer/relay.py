@@ -144,13 +144,13 @@ class Relay:
     def submit(self, session: GatewaySession, submissions: Sequence[Submission]) -> None:
         """Accept the requests of one message; each is eventually answered by one admission."""
         batches: dict[Subject, list[_Pending]] = {}
-        # Texts do not wait until images are decoded.
+        # Texts do not wait until images are decoded, nor do other requests fail where a session's group is away.
         alone: list[tuple[Subject, list[_Pending]]] = []
         for submission in submissions:
             pending = self._try_accept(session, submission)
             if pending is None:
                 continue
-            if pending.images:
+            if pending.images or pending.request.options.turn is not None:
                 alone.append((pending.subject, [pending]))
             else:
                 batches.setdefault(pending.subject, []).append(pending)

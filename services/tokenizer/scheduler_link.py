@@ -174,6 +174,14 @@ class SchedulerLink:
         """
         return await self._sessions.close_session(view, session)
 
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        """Return whether a session is open, and has the turn `after` if that is not None.
+
+        Raises:
+            PandoError: the scheduler is unavailable.
+        """
+        return await self._sessions.find_session(view, session, after)
+
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Send aborts now, or when the scheduler reconnects, since it may still run the requests."""
         aborted = list(request_ids)

@@ -152,6 +152,7 @@ admissions = complete(
     conversation_ids=st.lists(TOKEN, max_size=3).map(tuple),
     lacks_images=st.booleans(),
     keeps_images=st.booleans(),
+    lacks_session=st.booleans(),
 )
 resumes = complete(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
 prompt_logprobs = complete(
@@ -166,6 +167,7 @@ turns = complete(
     drop_previous_output=st.booleans(),
     replace=st.booleans(),
     conversation_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    only_in_session=st.booleans(),
 )
 reply_tos = complete(ReplyTo, subscriber_id=NAMES.map(SubscriberId), detokenizer=st.none() | NAMES)
 single_options = complete(

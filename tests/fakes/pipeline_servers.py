@@ -73,6 +73,9 @@ class FakeServices:
     async def close_session(self, view: View, session: str) -> bool:
         return self.sessions.pop(f"{view.subject.name}/{session}", None) is not None
 
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        raise AssertionError("gateways do not search")
+
     def address(self, service: str) -> str:
         return f"unix:{self.directory}/{service}.sock"
 

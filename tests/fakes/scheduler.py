@@ -34,6 +34,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         # Whether all requests with images are refused so, those with pixels included.
         self.lacks_all_images = False
         self.sessions: set[tuple[str, str]] = set()
+        # Whether turns of sessions that are not open are refused.
+        self.needs_sessions = False
         # Reported with every answer; None: never, as by schedulers of earlier versions.
         self.load: scheduler_pb2.SchedulerLoad | None = None
         # Set to True to let heartbeats go unanswered.
@@ -83,6 +85,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         lacks_images = self.lacks_images and not all(image.shape for image in schedule.images)
         lacks_images = lacks_images or (self.lacks_all_images and bool(schedule.images))
         unavailable = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="not kept")
+        if self.needs_sessions and schedule.HasField("turn") and not self._may_run(schedule):
+            refusal = common_pb2.RequestError(code=common_pb2.ERROR_CODE_INVALID_REQUEST, message="is not open")
+            return common_pb2.Admission(request_id=schedule.request_id, rejected=refusal, lacks_session=True)
         return common_pb2.Admission(
             request_id=schedule.request_id,
             rejected=unavailable if lacks_images else self.rejection,
@@ -90,6 +95,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             lacks_images=lacks_images,
             keeps_images=self.keeps_images and bool(schedule.images) and not lacks_images,
         )
+
+    def _may_run(self, schedule: scheduler_pb2.ScheduleRequest) -> bool:
+        turn = schedule.turn
+        needs_none = bool(turn.conversation_token_ids) or (schedule.HasField("resume") and not turn.HasField("after"))
+        is_open = (schedule.view.subject.name, schedule.session) in self.sessions
+        return is_open or (needs_none and not turn.only_in_session)
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         self.sessions.add((wish.view.subject.name, wish.session))
@@ -99,6 +110,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         was_open = (view.subject.name, session) in self.sessions
         self.sessions.discard((view.subject.name, session))
         return was_open
+
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        return (view.subject.name, session) in self.sessions
 
     async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 60.0) -> None:
         """Wait until `condition` holds for what has been received."""

@@ -47,6 +47,7 @@ from services.scheduler.core.sequence import (
     Wait,
     initial_ids,
 )
+from services.scheduler.core.session import LacksSessionError
 from services.scheduler.core.sessions import Sessions
 from services.scheduler.core.shares import Billing
 from services.scheduler.core.speculation import Speculation
@@ -239,7 +240,10 @@ class SchedulerCore:
             if request.images:
                 self._image_room.take(request.view.subject, pixel_bytes(request.images))
         except PandoError as error:
-            return Admission(request.request_id, len(request.token_ids), error.to_failure())
+            lacks_session = isinstance(error, LacksSessionError)
+            return Admission(
+                request.request_id, len(request.token_ids), error.to_failure(), lacks_session=lacks_session
+            )
         self._suspects.enter(request)
         leader: Sequence | None = None
         sequences = []

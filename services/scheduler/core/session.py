@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 KEPT_TURNS = 16
 
 
+class LacksSessionError(InvalidRequestError):
+    """The session, or the turn to continue, is not at this scheduler; another one may have it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionRules:
     """Limits of sessions per subject, per tenant and in total, in tokens of KV and in seconds.
@@ -106,7 +110,8 @@ class Session:
         """Return the conversation before a turn's prompt; None: there is none.
 
         Raises:
-            InvalidRequestError: the turn that it continues has not ended here or was dropped, or an image is cut.
+            LacksSessionError: the turn that it continues has not ended here or was dropped.
+            InvalidRequestError: an image is cut.
         """
         if turn.after is None:
             return None
@@ -114,7 +119,7 @@ class Session:
         if earlier is None:
             known = ", ".join(list(self.history)[-3:]) or "none yet"
             message = f"session_params.rid names no finished request of this session; the latest are: {known}"
-            raise InvalidRequestError(message, param="session_params")
+            raise LacksSessionError(message, param="session_params")
         return earlier.before(turn)
 
     def forget_replaced(self, turn: SessionTurn) -> None:

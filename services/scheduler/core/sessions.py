@@ -10,7 +10,7 @@ import numpy as np
 from common.errors import InvalidRequestError, QueueFullError
 from common.limits import Limits
 from common.types import CacheMode, SessionGrant, Subject, pixel_bytes
-from services.scheduler.core.session import FinishedTurn, Session, TurnBase
+from services.scheduler.core.session import FinishedTurn, LacksSessionError, Session, TurnBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,6 +108,11 @@ class Sessions:
         self._charge_images(session)
         return True
 
+    def has(self, view: View, name: str, after: str | None) -> bool:
+        """Whether a session is open, and has the finished turn `after` if that is not None."""
+        session = self._open.get((view, name))
+        return session is not None and (after is None or after in session.history)
+
     def forget(self, subject: Subject, name: str | None) -> None:
         """Close a subject's sessions called `name`, or all of its sessions if `name` is None."""
         for owner, session in list(self._open):
@@ -133,10 +138,12 @@ class Sessions:
     def enter(self, request: ScheduleRequest) -> ScheduleRequest:
         """Return `request` with the tokens of the turn that it continues prepended.
 
-        A turn that is resubmitted, as its scheduler has ended, also goes on without its session: it has these tokens.
+        A turn that is resubmitted, as its scheduler has ended, also goes on without its session, as it has these
+        tokens, unless it must be in the session.
 
         Raises:
-            InvalidRequestError: the session or the turn to continue is not there, or the session is full.
+            LacksSessionError: the session or the turn to continue is not there.
+            InvalidRequestError: the session is full, or the turn is not possible.
             QueueFullError: the sessions of the subject, of its tenant or of the server hold the maximum number of
             tokens.
         """
@@ -147,16 +154,17 @@ class Sessions:
                 self._check_room(session, len(request.token_ids))
             return request
         if session is None:
-            if turn.conversation_ids:
+            if turn.conversation_ids and not turn.only_in_session:
                 return _continued(request, _resubmitted(turn))
-            if turn.after is None and request.options.resume is not None:
+            if turn.after is None and request.options.resume is not None and not turn.only_in_session:
                 return request
             name = request.options.session
             message = f"the session '{name}' is not open, or not any more; open one with /open_session"
-            raise InvalidRequestError(message, param="session_params")
+            raise LacksSessionError(message, param="session_params")
         if request.options.n != 1:
             raise InvalidRequestError("a turn of a session has one choice, as the next one continues it", param="n")
-        base = _resubmitted(turn) if session.lacks(turn) and turn.conversation_ids else session.base_of(turn)
+        goes_on = bool(turn.conversation_ids) and not turn.only_in_session
+        base = _resubmitted(turn) if session.lacks(turn) and goes_on else session.base_of(turn)
         if base is not None:
             request = _continued(request, base)
         self._check_room(session, len(request.token_ids))

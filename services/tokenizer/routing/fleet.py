@@ -23,6 +23,7 @@ from services.tokenizer.routing.policies import (
     with_room,
 )
 from services.tokenizer.routing.roles import ObservedGroup, RoleController
+from services.tokenizer.routing.session_search import SessionSearch
 from services.tokenizer.routing.shared_prefixes import NoSharedPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 
@@ -53,6 +54,9 @@ STATE_TIMEOUT_S = 2.0
 # Between decisions whether groups change their roles, and after a change, so that its effect is seen before the next.
 ROLE_INTERVAL_S = 0.5
 ROLE_SETTLE_S = 15.0
+# A group that has been away for so many seconds counts as gone, and its sessions with it.
+GONE_S = 60.0
+RETRY_AFTER_MS = 1000
 # Between updates of the metrics of a group that reports its load.
 MEASURE_INTERVAL_S = 1.0
 # Requests whose group is remembered, finished ones included: about 30 MB.
@@ -87,6 +91,7 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._destinations = Destinations(max_destinations)
         self._roles = RoleController(role_settle_s)
+        self._search = SessionSearch(self)
         self._log = get_logger("fleet")
 
     async def can_serve(self) -> bool:
@@ -96,9 +101,16 @@ class Fleet:
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send all requests or none, each to its group.
 
+        Turns of sessions that are not at the most likely group are sent on when that has refused them.
+
         Raises:
             UnavailableError: no group accepts them.
         """
+        marked = [_in_session(request) for request in requests]
+        self._send(marked)
+        self._search.note(marked)
+
+    def _send(self, requests: Sequence[ScheduleRequest]) -> None:
         away: set[str] = set()
         sent: list[RequestId] = []
         waiting = list(requests)
@@ -128,12 +140,63 @@ class Fleet:
         Raises:
             PandoError: its group is unavailable.
         """
-        return await self._home_of(view, session).close_session(view, session)
+        likely = self._home_of(view, session)
+        if await likely.close_session(view, session):
+            return True
+        home = await self.find_home(view, session, None, likely.name)
+        return home is not None and await self._replica(home).close_session(view, session)
+
+    async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
+        """Return whether a session is open at a group, and has the turn `after` if that is not None.
+
+        Raises:
+            PandoError: a group that may have it does not answer.
+        """
+        return await self.find_home(view, session, after) is not None
+
+    async def find_home(self, view: View, session: str, after: str | None, lacking: str | None = None) -> str | None:
+        """Return the group that has a session with the turn `after`, by asking all but `lacking`; None: none has.
+
+        Raises:
+            UnavailableError: a group that may have it does not answer.
+        """
+        asked = {name: replica for name, replica in self._replicas.items() if name != lacking}
+        answers = await asyncio.gather(*(each.try_find_session(view, session, after) for each in asked.values()))
+        found = [name for name, has_session in zip(asked, answers, strict=True) if has_session]
+        if found:
+            return favourite(session_key(view, session), found)
+        if any(
+            has_session is None and not each.is_gone for each, has_session in zip(asked.values(), answers, strict=True)
+        ):
+            message = "a group that may have this session does not answer; try again, or open another session"
+            raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
+        return None
+
+    def send_home(self, home: str, request: ScheduleRequest) -> None:
+        """Send a turn to the group that has its session.
+
+        Raises:
+            UnavailableError: that does not take it.
+        """
+        replica = self._replica(home)
+        sent = request if replica.role is GroupRole.PREFILL else self._with_prefill_group(request, home)
+        replica.submit([sent])
+        self._destinations.note(home, [sent])
+
+    def send_anywhere(self, request: ScheduleRequest) -> None:
+        """Send a turn that needs no session.
+
+        Raises:
+            UnavailableError: no group takes it.
+        """
+        self._send([request])
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Abort each request in the group that it was sent to; in every group if this is not known."""
         aborts: dict[str, list[RequestId]] = defaultdict(list)
-        for request_id in request_ids:
+        aborted = list(request_ids)
+        self._search.abort(aborted)
+        for request_id in aborted:
             group = self._destinations.take(request_id)
             for name in self._replicas if group is None else (group,):
                 aborts[name].append(request_id)
@@ -146,6 +209,7 @@ class Fleet:
         """Keep streams to all groups open until cancelled; `listener` receives admissions and losses."""
         running: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._search.run())
             tasks.create_task(self._compare())
             tasks.create_task(self._prefixes.run())
             tasks.create_task(self._follow_load())
@@ -155,7 +219,7 @@ class Fleet:
                     self._log.info("replica.found", replica=address)
                     channel, name = self._servers.connect(found[address]), found[address].name or ""
                     replica = self._replicas[address] = Replica(address, channel, name)
-                    running[address] = tasks.create_task(replica.run(listener))
+                    running[address] = tasks.create_task(replica.run(self._search.listening(address, listener)))
                 for address in running.keys() - found.keys():
                     self._log.info("replica.gone", replica=address)
                     del self._replicas[address]
@@ -205,7 +269,8 @@ class Fleet:
             if chosen in groups:
                 groups[chosen] = groups[chosen].after(tokens)
             is_prefill_group = self._replicas[chosen].role is GroupRole.PREFILL
-            batches[chosen].append(request if is_prefill_group else self._with_prefill_group(request, homes))
+            home = None if session is None else favourite(session_key(request.view, session), homes)
+            batches[chosen].append(request if is_prefill_group else self._with_prefill_group(request, home))
         return batches
 
     def _group_of_session(
@@ -219,10 +284,10 @@ class Fleet:
             return home
         return favourite(key, serving)
 
-    def _with_prefill_group(self, request: ScheduleRequest, homes: Collection[str]) -> ScheduleRequest:
+    def _with_prefill_group(self, request: ScheduleRequest, home: str | None) -> ScheduleRequest:
         """Name the group that is to compute the prompt if that is long: by cached prefixes and load, like any other.
 
-        If the home of its session computes prompts by now, it is that group, as it has the session's pages.
+        If the `home` of its session computes prompts by now, it is that group, as it has the session's pages.
         """
         groups = [
             RoutingCandidate(name, replica.load)
@@ -231,8 +296,6 @@ class Fleet:
         ]
         if not groups:
             return request
-        session = request.options.session
-        home = None if session is None else favourite(session_key(request.view, session), homes)
         with_pages = [each for each in groups if each.name == home]
         chosen = self._policy.choose(affinity_key(request), with_pages or groups, self._prefixes.find(request))
         self._replicas[chosen].note_prefill()
@@ -273,6 +336,12 @@ class Fleet:
             raise _no_scheduler()
         return self._replicas[favourite(session_key(view, session), homes)]
 
+    def _replica(self, name: str) -> Replica:
+        if name not in self._replicas:
+            # It has gone while it was asked.
+            raise _no_scheduler()
+        return self._replicas[name]
+
 
 class Destinations:
     """Remembers the groups to which the latest requests were sent."""
@@ -298,7 +367,15 @@ class Destinations:
 
 
 def _no_scheduler() -> UnavailableError:
-    return UnavailableError("no scheduler would serve now", retry_after_ms=1000)
+    return UnavailableError("no scheduler would serve now", retry_after_ms=RETRY_AFTER_MS)
+
+
+def _in_session(request: ScheduleRequest) -> ScheduleRequest:
+    """Return a request that a group without its session refuses if it is a turn, so that it comes to its session."""
+    turn = request.options.turn
+    if turn is None:
+        return request
+    return replace(request, options=replace(request.options, turn=replace(turn, only_in_session=True)))
 
 
 class Replica:
@@ -317,7 +394,8 @@ class Replica:
         self._listener: SchedulerListener | None = None
         self._is_serving = False
         self._is_sleeping = False
-        self._role = GroupRole.BOTH
+        self._role = self._own_role = GroupRole.BOTH
+        self._lost_at = time.monotonic()
         self._signals: RoleSignals | None = None
         self._reported_load = 0
         self._reported_free_tokens: int | None = None
@@ -341,8 +419,14 @@ class Replica:
 
     @property
     def own_role(self) -> GroupRole:
-        """Role of the group by its settings."""
-        return self._role if self._signals is None else self._signals.own_role
+        """Role of the group by its settings, as it has last reported it."""
+        return self._own_role
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it can have no sessions to come back with: it has been away for long, or has none by its settings."""
+        is_away_long = not self._link.is_connected and time.monotonic() - self._lost_at >= GONE_S
+        return is_away_long or self._own_role is GroupRole.PREFILL
 
     @property
     def is_changing(self) -> bool:
@@ -399,6 +483,15 @@ class Replica:
         """Close a session that was opened here; see `SchedulerLink.close_session`."""
         return await self._link.close_session(view, session)
 
+    async def try_find_session(self, view: View, session: str, after: str | None) -> bool | None:
+        """Return whether a session is open here; None: the group does not answer. See `SchedulerLink.find_session`."""
+        if not self._link.is_connected or self._link.is_stale:
+            return None
+        try:
+            return await self._link.find_session(view, session, after)
+        except PandoError:
+            return None
+
     def wish_role(self, wish: RoleWish) -> None:
         """Send a wish for another role."""
         self._link.wish_role(wish)
@@ -434,6 +527,7 @@ class Replica:
         self._is_serving, self._is_sleeping, self._role = load.serves, load.sleeps, load.role
         self._reported_load, self._reported_free_tokens = load.open_choices, load.free_tokens
         self._signals = load.signals
+        self._own_role = load.role if load.signals is None else load.signals.own_role
         self._sent_since = 0
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
@@ -448,6 +542,7 @@ class Replica:
         """Report the requests that the group will not answer."""
         unanswered, self._unanswered, self._unanswered_tokens = self._unanswered, {}, 0
         self._is_serving = self._is_sleeping = False
+        self._lost_at = time.monotonic()
         self._reported_free_tokens = self._signals = None
         if unanswered and self._listener is not None:
             self._listener.on_scheduler_lost(unanswered)

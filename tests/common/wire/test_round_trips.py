@@ -18,7 +18,7 @@ from common.wire.answers import (
     logprob_from_wire,
     logprob_to_wire,
 )
-from common.wire.identity import view_from_wire, view_to_wire
+from common.wire.identity import find_from_wire, find_to_wire, view_from_wire, view_to_wire
 from common.wire.requests import (
     load_from_wire,
     load_to_wire,
@@ -34,7 +34,7 @@ from common.wire.requests import (
     wish_from_wire,
     wish_to_wire,
 )
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, sessions_pb2
 from tests.common import strategies
 from tests.common.strategies import plain
 from tests.examples import examples
@@ -159,3 +159,9 @@ def test_a_load_survives_the_wire(load: LoadReport) -> None:
 @given(st.builds(RoleWish, role=st.sampled_from(GroupRole), reason=st.text(max_size=50)))
 def test_a_wish_for_a_role_survives_the_wire(wish: RoleWish) -> None:
     assert wish_from_wire(scheduler_pb2.RoleWish.FromString(wish_to_wire(wish).SerializeToString())) == wish
+
+
+@given(strategies.views, strategies.NAMES, st.none() | strategies.NAMES)
+def test_the_question_for_a_session_survives_the_wire(view: View, session: str, after: str | None) -> None:
+    message = sessions_pb2.FindSessionRequest.FromString(find_to_wire(view, session, after).SerializeToString())
+    assert find_from_wire(message) == (view, session, after)

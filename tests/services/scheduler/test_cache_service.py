@@ -291,6 +291,10 @@ async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_fo
     assert all(session.fingerprint and session.capacity_tokens == 32 for session in state.sessions)
     shown = await pipeline.stub.GetState(scheduler_pb2.GetStateRequest(), timeout=30, metadata=ADMIN)
     assert shown.sessions[0].session == "chat"
+    for user, after, is_open in (("alice", None, True), ("alice", "turn", False), ("bob", None, False)):
+        owner = view_to_wire(View(Subject("tenant", user)))
+        find = sessions_pb2.FindSessionRequest(view=owner, session="chat", after=after)
+        assert (await pipeline.sessions.FindSession(find, timeout=30)).is_open is is_open
     close = sessions_pb2.CloseSessionRequest(view=view_to_wire(View(Subject("tenant", "bob"))), session="chat")
     assert not (await pipeline.sessions.CloseSession(close, timeout=30)).was_open
     forget = scheduler_pb2.ForgetRequest(subject=view.subject)

@@ -11,7 +11,17 @@ from common.errors import ContextLengthError, InvalidRequestError, UnavailableEr
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import ImageFile, ImageLimits, Prompt, TokenPrompt
 from common.room import SharedRoom
-from common.types import Admission, CacheMode, ErrorCode, RequestId, RowImage, ScheduleRequest, Subject, View
+from common.types import (
+    Admission,
+    CacheMode,
+    ErrorCode,
+    RequestId,
+    RowImage,
+    ScheduleRequest,
+    SessionTurn,
+    Subject,
+    View,
+)
 from services.tokenizer.images.pool import MissingImageError
 from services.tokenizer.images.prompts import PlacedPrompt
 from services.tokenizer.relay import GatewaySession, Relay
@@ -269,6 +279,22 @@ async def test_an_aborted_request_may_come_again_under_its_id(bench: Bench) -> N
     bench.encoding.may_finish.set()
     await settle()
     assert bench.scheduler.names == ["a"]
+
+
+async def test_a_turn_whose_group_is_away_fails_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = bench.scheduler.submit
+
+    def submit_others(requests: Sequence[ScheduleRequest]) -> None:
+        if any(request.options.turn is not None for request in requests):
+            raise UnavailableError("the group of the session is away")
+        submit(requests)
+
+    monkeypatch.setattr(bench.scheduler, "submit", submit_others)
+    turn = submission("turn", session="chat", turn=SessionTurn("turn"))
+    bench.relay.submit(bench.session, [submission("a"), turn, submission("b")])
+    await settle()
+    assert bench.scheduler.names == ["a", "b"]
+    assert await bench.answers() == {"turn": ErrorCode.UNAVAILABLE}
 
 
 async def test_requests_are_rejected_while_the_scheduler_is_away(bench: Bench) -> None:

@@ -922,6 +922,7 @@ class Admission(_message.Message):
     CONVERSATION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LACKS_IMAGES_FIELD_NUMBER: _builtins.int
     KEEPS_IMAGES_FIELD_NUMBER: _builtins.int
+    LACKS_SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
     """Length of the tokenized prompt."""
@@ -929,6 +930,10 @@ class Admission(_message.Message):
     """The request is rejected because it names images that are not kept any more: send it again with all of them."""
     keeps_images: _builtins.bool
     """The images of the request are kept for a while: the next requests of its view may name them without their content."""
+    lacks_session: _builtins.bool
+    """The request is rejected because its session, or the turn that it continues, is not at this scheduler. Another one
+    may have it. Only from the scheduler.
+    """
     @_builtins.property
     def rejected(self) -> Global___RequestError:
         """Absent: accepted."""
@@ -953,10 +958,11 @@ class Admission(_message.Message):
         conversation_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         lacks_images: _builtins.bool = ...,
         keeps_images: _builtins.bool = ...,
+        lacks_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "rejected", b"rejected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "conversation_token_ids", b"conversation_token_ids", "keeps_images", b"keeps_images", "lacks_images", b"lacks_images", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "conversation_token_ids", b"conversation_token_ids", "keeps_images", b"keeps_images", "lacks_images", b"lacks_images", "lacks_session", b"lacks_session", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rejected: _TypeAlias = _typing.Literal["rejected"]  # noqa: Y015
     _WhichOneofArgType__rejected: _TypeAlias = _typing.Literal["_rejected", b"_rejected"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pando/v1/sessions.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\x93\x01\n\x12OpenSessionRequest\x12\x1c\n\x04view\x18\x06 \x01(\x0b\x32\x0e.pando.v1.View\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x03 \x01(\r\x12\x12\n\ntimeout_ms\x18\x04 \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06R\tprincipalR\nquota_user\"B\n\x13OpenSessionResponse\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x01 \x01(\r\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"U\n\x13\x43loseSessionRequest\x12\x1c\n\x04view\x18\x03 \x01(\x0b\x32\x0e.pando.v1.View\x12\x0f\n\x07session\x18\x02 \x01(\tJ\x04\x08\x01\x10\x02R\tprincipal\"(\n\x14\x43loseSessionResponse\x12\x10\n\x08was_open\x18\x01 \x01(\x08\"\xa8\x01\n\x0bSessionTurn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05\x61\x66ter\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06offset\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x14\x64rop_previous_output\x18\x04 \x01(\x08\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x12\x1e\n\x16\x63onversation_token_ids\x18\x06 \x03(\x07\x42\x08\n\x06_afterB\t\n\x07_offset\"\xef\x01\n\x0cSessionState\x12!\n\x04view\x18\t \x01(\x0b\x32\x0e.pando.v1.ViewH\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x07session\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x04 \x01(\r\x12\x15\n\rpinned_tokens\x18\x05 \x01(\r\x12\r\n\x05turns\x18\x06 \x01(\x04\x12\x15\n\ropen_requests\x18\x07 \x01(\r\x12\x15\n\rexpires_in_ms\x18\x08 \x01(\x03\x42\x07\n\x05_viewB\n\n\x08_sessionJ\x04\x08\x01\x10\x02R\tprincipal2\xa5\x01\n\x08Sessions\x12J\n\x0bOpenSession\x12\x1c.pando.v1.OpenSessionRequest\x1a\x1d.pando.v1.OpenSessionResponse\x12M\n\x0c\x43loseSession\x12\x1d.pando.v1.CloseSessionRequest\x1a\x1e.pando.v1.CloseSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pando/v1/sessions.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\x93\x01\n\x12OpenSessionRequest\x12\x1c\n\x04view\x18\x06 \x01(\x0b\x32\x0e.pando.v1.View\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x03 \x01(\r\x12\x12\n\ntimeout_ms\x18\x04 \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06R\tprincipalR\nquota_user\"B\n\x13OpenSessionResponse\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x01 \x01(\r\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"U\n\x13\x43loseSessionRequest\x12\x1c\n\x04view\x18\x03 \x01(\x0b\x32\x0e.pando.v1.View\x12\x0f\n\x07session\x18\x02 \x01(\tJ\x04\x08\x01\x10\x02R\tprincipal\"(\n\x14\x43loseSessionResponse\x12\x10\n\x08was_open\x18\x01 \x01(\x08\"a\n\x12\x46indSessionRequest\x12\x1c\n\x04view\x18\x01 \x01(\x0b\x32\x0e.pando.v1.View\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x12\n\x05\x61\x66ter\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_after\"&\n\x13\x46indSessionResponse\x12\x0f\n\x07is_open\x18\x01 \x01(\x08\"\xc1\x01\n\x0bSessionTurn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05\x61\x66ter\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06offset\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x14\x64rop_previous_output\x18\x04 \x01(\x08\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x12\x1e\n\x16\x63onversation_token_ids\x18\x06 \x03(\x07\x12\x17\n\x0fonly_in_session\x18\x07 \x01(\x08\x42\x08\n\x06_afterB\t\n\x07_offset\"\xef\x01\n\x0cSessionState\x12!\n\x04view\x18\t \x01(\x0b\x32\x0e.pando.v1.ViewH\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x07session\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x04 \x01(\r\x12\x15\n\rpinned_tokens\x18\x05 \x01(\r\x12\r\n\x05turns\x18\x06 \x01(\x04\x12\x15\n\ropen_requests\x18\x07 \x01(\r\x12\x15\n\rexpires_in_ms\x18\x08 \x01(\x03\x42\x07\n\x05_viewB\n\n\x08_sessionJ\x04\x08\x01\x10\x02R\tprincipal2\xf1\x01\n\x08Sessions\x12J\n\x0bOpenSession\x12\x1c.pando.v1.OpenSessionRequest\x1a\x1d.pando.v1.OpenSessionResponse\x12M\n\x0c\x43loseSession\x12\x1d.pando.v1.CloseSessionRequest\x1a\x1e.pando.v1.CloseSessionResponse\x12J\n\x0b\x46indSession\x12\x1c.pando.v1.FindSessionRequest\x1a\x1d.pando.v1.FindSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,10 +40,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSESESSIONREQUEST']._serialized_end=363
   _globals['_CLOSESESSIONRESPONSE']._serialized_start=365
   _globals['_CLOSESESSIONRESPONSE']._serialized_end=405
-  _globals['_SESSIONTURN']._serialized_start=408
-  _globals['_SESSIONTURN']._serialized_end=576
-  _globals['_SESSIONSTATE']._serialized_start=579
-  _globals['_SESSIONSTATE']._serialized_end=818
-  _globals['_SESSIONS']._serialized_start=821
-  _globals['_SESSIONS']._serialized_end=986
+  _globals['_FINDSESSIONREQUEST']._serialized_start=407
+  _globals['_FINDSESSIONREQUEST']._serialized_end=504
+  _globals['_FINDSESSIONRESPONSE']._serialized_start=506
+  _globals['_FINDSESSIONRESPONSE']._serialized_end=544
+  _globals['_SESSIONTURN']._serialized_start=547
+  _globals['_SESSIONTURN']._serialized_end=740
+  _globals['_SESSIONSTATE']._serialized_start=743
+  _globals['_SESSIONSTATE']._serialized_end=982
+  _globals['_SESSIONS']._serialized_start=985
+  _globals['_SESSIONS']._serialized_end=1226
 # @@protoc_insertion_point(module_scope)

@@ -122,6 +122,55 @@ class CloseSessionResponse(_message.Message):
 Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
 
 @_typing.final
+class FindSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VIEW_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    after: _builtins.str
+    """The turn that must have ended in the session; absent: none."""
+    @_builtins.property
+    def view(self) -> _common_pb2.View: ...
+    def __init__(
+        self,
+        *,
+        view: _common_pb2.View | None = ...,
+        session: _builtins.str = ...,
+        after: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "after", b"after", "view", b"view"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "after", b"after", "session", b"session", "view", b"view"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
+    _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after) -> _WhichOneofReturnType__after | None: ...
+
+Global___FindSessionRequest: _TypeAlias = FindSessionRequest  # noqa: Y015
+
+@_typing.final
+class FindSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_OPEN_FIELD_NUMBER: _builtins.int
+    is_open: _builtins.bool
+    """Whether this view has an open session of this name, with that turn."""
+    def __init__(
+        self,
+        *,
+        is_open: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_open", b"is_open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSessionResponse: _TypeAlias = FindSessionResponse  # noqa: Y015
+
+@_typing.final
 class SessionTurn(_message.Message):
     """The turn of a session that a request is: tokens of an earlier turn are prepended to its prompt."""
 
@@ -133,6 +182,7 @@ class SessionTurn(_message.Message):
     DROP_PREVIOUS_OUTPUT_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     CONVERSATION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ONLY_IN_SESSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which later turns refer to this one."""
     after: _builtins.str
@@ -143,6 +193,8 @@ class SessionTurn(_message.Message):
     """Prepend only its prompt, without its output."""
     replace: _builtins.bool
     """Drop the turns that continue `after`; without `after`, drop all turns."""
+    only_in_session: _builtins.bool
+    """Refuse the turn, with lacks_session, if the session or `after` is not here, also if it could go on without."""
     @_builtins.property
     def conversation_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """When the turn is resubmitted: the tokens that were prepended before. A scheduler that does not have the session or
@@ -158,10 +210,11 @@ class SessionTurn(_message.Message):
         drop_previous_output: _builtins.bool = ...,
         replace: _builtins.bool = ...,
         conversation_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        only_in_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "offset", b"offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "conversation_token_ids", b"conversation_token_ids", "drop_previous_output", b"drop_previous_output", "name", b"name", "offset", b"offset", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "conversation_token_ids", b"conversation_token_ids", "drop_previous_output", b"drop_previous_output", "name", b"name", "offset", b"offset", "only_in_session", b"only_in_session", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
     _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015

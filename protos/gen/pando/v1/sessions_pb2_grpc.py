@@ -46,6 +46,11 @@ class SessionsStub(object):
                 request_serializer=pando_dot_v1_dot_sessions__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_sessions__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.FindSession = channel.unary_unary(
+                '/pando.v1.Sessions/FindSession',
+                request_serializer=pando_dot_v1_dot_sessions__pb2.FindSessionRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_sessions__pb2.FindSessionResponse.FromString,
+                _registered_method=True)
 
 
 class SessionsServicer(object):
@@ -67,6 +72,13 @@ class SessionsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindSession(self, request, context):
+        """Says whether a view has a session open. Tokenizers ask groups for a turn whose session another group lacks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +91,11 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=pando_dot_v1_dot_sessions__pb2.CloseSessionRequest.FromString,
                     response_serializer=pando_dot_v1_dot_sessions__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'FindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSession,
+                    request_deserializer=pando_dot_v1_dot_sessions__pb2.FindSessionRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_sessions__pb2.FindSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +154,33 @@ class Sessions(object):
             '/pando.v1.Sessions/CloseSession',
             pando_dot_v1_dot_sessions__pb2.CloseSessionRequest.SerializeToString,
             pando_dot_v1_dot_sessions__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Sessions/FindSession',
+            pando_dot_v1_dot_sessions__pb2.FindSessionRequest.SerializeToString,
+            pando_dot_v1_dot_sessions__pb2.FindSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

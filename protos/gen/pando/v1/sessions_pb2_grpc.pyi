@@ -39,6 +39,8 @@ class SessionsStub:
     """Opens a session. RESOURCE_EXHAUSTED: a quota is used up."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.CloseSessionRequest, _sessions_pb2.CloseSessionResponse]
     """Ends a session, so that its KV may be evicted."""
+    FindSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.FindSessionRequest, _sessions_pb2.FindSessionResponse]
+    """Says whether a view has a session open. Tokenizers ask groups for a turn whose session another group lacks."""
 
 @_typing.type_check_only
 class SessionsAsyncStub(SessionsStub):
@@ -51,6 +53,8 @@ class SessionsAsyncStub(SessionsStub):
     """Opens a session. RESOURCE_EXHAUSTED: a quota is used up."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.CloseSessionRequest, _sessions_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session, so that its KV may be evicted."""
+    FindSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.FindSessionRequest, _sessions_pb2.FindSessionResponse]  # type: ignore[assignment]
+    """Says whether a view has a session open. Tokenizers ask groups for a turn whose session another group lacks."""
 
 class SessionsServicer(metaclass=_abc_1.ABCMeta):
     """Schedulers host sessions. Tokenizers offer this service, too, and forward calls to the scheduler group that serves
@@ -72,5 +76,13 @@ class SessionsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.CloseSessionResponse, _abc.Awaitable[_sessions_pb2.CloseSessionResponse]]:
         """Ends a session, so that its KV may be evicted."""
+
+    @_abc_1.abstractmethod
+    def FindSession(
+        self,
+        request: _sessions_pb2.FindSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sessions_pb2.FindSessionResponse, _abc.Awaitable[_sessions_pb2.FindSessionResponse]]:
+        """Says whether a view has a session open. Tokenizers ask groups for a turn whose session another group lacks."""
 
 def add_SessionsServicer_to_server(servicer: SessionsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

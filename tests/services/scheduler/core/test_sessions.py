@@ -445,6 +445,47 @@ def test_an_answer_to_a_later_turn_goes_on_with_the_conversation_that_its_admiss
     after.audit()
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_turn_is_refused_as_one_of_another_scheduler_where_its_session_or_its_predecessor_is_not(
+    *, opens: bool
+) -> None:
+    harness = harness_with()
+    if opens:
+        open_session(harness)
+    for turn, resume, goes_on in (
+        (SessionTurn("x", after="elsewhere"), None, False),
+        (SessionTurn("x", after="elsewhere", conversation_ids=(7, 8)), None, True),
+        (SessionTurn("x"), Resume((9,), 0), True),
+    ):
+        for strict in (True, False):
+            has_all = opens and turn.after is None
+            name = f"{turn}-{strict}"
+            options = {"session": "chat", "turn": replace(turn, only_in_session=strict), "resume": resume}
+            admission = harness.core.submit(with_options(make_request(name, FIRST), **options), harness.now)
+            assert admission.lacks_session is (not has_all and (strict or not goes_on)), name
+            assert (admission.rejected is not None) is admission.lacks_session
+            harness.run()
+    other = with_options(make_request("other", FIRST), session="chat")
+    assert not harness.core.submit(other, harness.now).lacks_session, "it continues no turn"
+    harness.run()
+
+
+def test_a_session_is_found_by_its_view_its_name_and_a_turn_that_has_ended_in_it() -> None:
+    harness = harness_with()
+    sessions = harness.core.sessions
+    open_session(harness)
+    assert ask(harness, "one", FIRST, turn=SessionTurn("one")) is None
+    assert not sessions.has(ALICE, "chat", "one"), "it has not ended"
+    harness.run()
+    assert sessions.has(ALICE, "chat", None)
+    assert sessions.has(ALICE, "chat", "one")
+    assert not sessions.has(ALICE, "chat", "two")
+    assert not sessions.has(ALICE, "other", None)
+    assert not sessions.has(BOB, "chat", None), "it is Alice's"
+    sessions.close(ALICE, "chat")
+    assert not sessions.has(ALICE, "chat", None)
+
+
 def test_turns_that_cannot_be_continued_are_refused() -> None:
     harness = harness_with()
     open_session(harness)
