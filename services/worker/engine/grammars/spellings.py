@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from services.worker.engine.grammars.matcher import Mask
+    from numpy.typing import NDArray
 
 # A text has no more beginnings than that which are tokens.
 MAX_SPELLINGS = 64
@@ -28,8 +28,8 @@ class Spellings:
                 self._others.setdefault(piece, []).append(id_)
         self._longest = max(map(len, self._first), default=0)
 
-    def longest(self, text: bytes, mask: Mask) -> int | None:
-        """Return the longest token of `mask` that begins a text, the first of equal ones.
+    def longest(self, text: bytes, mask: NDArray[np.int32]) -> int | None:
+        """Return the longest token of a `Matcher`'s mask that begins a text, the first of equal ones.
 
         None if a token of `mask` does not begin the text, or if there is none.
         """
