@@ -247,6 +247,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             async for request in request_iterator:
                 if request.ends:
                     reads.end(request.read)
+                elif request.goes_on:
+                    reads.go_on(request.read)
                 else:
                     yield _permit(reads, request)
 
@@ -353,6 +355,9 @@ def _permit(reads: MappedReads, request: worker_pb2.ReadMappedPagesRequest) -> w
         refusal, reason = worker_pb2.READ_REFUSAL_REQUEST, str(error)
     else:
         return worker_pb2.ReadMappedPagesResponse(
-            permitted_pages=step.permitted, confirmed_pages=step.confirmed, read=number
+            permitted_pages=step.permitted,
+            confirmed_pages=step.confirmed,
+            read=number,
+            silence_ms=reads.silence_ms,
         )
-    return worker_pb2.ReadMappedPagesResponse(read=number, refusal=refusal, reason=reason)
+    return worker_pb2.ReadMappedPagesResponse(read=number, refusal=refusal, reason=reason, silence_ms=reads.silence_ms)

@@ -3,6 +3,7 @@
 Reading ends before a lease does, in two ways. Where this process copies the pages (`read`), it knows when a copy is
 over. Where a reader copies them itself, from memory that it has mapped (`MappedRead`), this process permits it a few
 milliseconds of copies at a time, and the reader reports each: `revoke` waits for the reports of what was permitted.
+Over a slow network, copies take seconds. Then the reader says repeatedly that they go on.
 
 Of a reader that is killed, or whose connection breaks, no report comes. Then `revoke` waits `LINGER_S`, far longer than
 permitted copies take; but a stopped process may go on at any time, so no wait is long enough to rely on. What makes
@@ -42,8 +43,11 @@ LEASE_BYTES = 16
 ENDED_LEASES = 4096
 # Bytes of a message with pages: far below gRPC's limit, and enough to hide the cost of a message.
 MESSAGE_BYTES = 4 << 20
-# Longest time for a report of a reader that copies pages itself.
+# Longest time for a report of a reader that copies pages itself, or for word that its copies go on.
 SILENCE_S = 2.0
+# Longest time for copies that go on without a report: a reader gives up each of them earlier (`nixl_agents.READ_S`),
+# but they may wait for one another there.
+COPYING_S = 30.0
 # Wait for its copies if it reports no more.
 LINGER_S = 2.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -85,20 +89,30 @@ class Permission:
     confirmed: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReaderWaits:
+    """Waits for readers that copy pages themselves, in seconds; see `MappedRead`."""
+
+    silence_s: float = SILENCE_S
+    linger_s: float = LINGER_S
+    copying_s: float = COPYING_S
+
+
 class MappedRead:
     """A reader's copies of pages under a lease. All methods belong to the event loop.
 
-    The reader may copy what is permitted until it reports that, or ends the read. If it does neither for `silence_s`
-    seconds, or its connection breaks, its copies count as under way for `linger_s` seconds.
+    The reader may copy what is permitted until it reports that, or ends the read. If it does neither, nor says that
+    its copies go on, for `waits.silence_s` seconds, if it reports nothing for `waits.copying_s` seconds, or if its
+    connection breaks, its copies count as under way for `waits.linger_s` seconds.
     """
 
-    def __init__(self, lease: _Lease, pages: int, window: int, silence_s: float, linger_s: float) -> None:
+    def __init__(self, lease: _Lease, pages: int, window: int, waits: ReaderWaits) -> None:
         """Permit the first `window` of `pages` pages."""
         self._lease = lease
         self._pages = pages
         self._window = window
-        self._silence_s = silence_s
-        self._linger_s = linger_s
+        self._waits = waits
+        self._reported_at = asyncio.get_running_loop().time()
         self._read = self._confirmed = 0
         self._permitted = min(window, pages)
         self._silence: asyncio.TimerHandle | None = None
@@ -122,7 +136,7 @@ class MappedRead:
         if self.is_over or not self._read < read <= self._permitted:
             self.break_off()
             raise InvalidRequestError("the reader does not report what it has read")
-        self._read = read
+        self._read, self._reported_at = read, asyncio.get_running_loop().time()
         if not self._lease.has_ended:
             self._permitted, self._confirmed = min(read + self._window, self._pages), read
         if self._read < self._permitted:
@@ -132,6 +146,11 @@ class MappedRead:
         if self._confirmed < self._pages:
             raise PermissionDeniedError("the lease has ended")
         return self.permission
+
+    def go_on(self) -> None:
+        """Wait for a report again as long as at first, if not for too long since the last one: copies are under way."""
+        if not self.is_over:
+            self._await_report()
 
     def end(self) -> None:
         """Let the lease end: the reader has stated that none of its copies is under way."""
@@ -143,7 +162,7 @@ class MappedRead:
         """Let the lease end later: the reader states nothing any more."""
         if not self.is_over:
             self._finish()
-            asyncio.get_running_loop().call_later(self._linger_s, self._lease.end_reading)
+            asyncio.get_running_loop().call_later(self._waits.linger_s, self._lease.end_reading)
 
     def _finish(self) -> None:
         self.is_over = True
@@ -153,7 +172,9 @@ class MappedRead:
     def _await_report(self) -> None:
         if self._silence is not None:
             self._silence.cancel()
-        self._silence = asyncio.get_running_loop().call_later(self._silence_s, self.break_off)
+        loop, waits = asyncio.get_running_loop(), self._waits
+        end = min(loop.time() + waits.silence_s, self._reported_at + waits.copying_s)
+        self._silence = loop.call_at(end, self.break_off)
 
 
 class MappedReads:
@@ -181,6 +202,16 @@ class MappedReads:
             raise InvalidRequestError("there is no such read, or it took too long")
         return self._open[number].report(read)
 
+    @property
+    def silence_ms(self) -> int:
+        """Milliseconds in which a report of a read is expected, or word that it goes on."""
+        return round(self._leases.waits.silence_s * 1000)
+
+    def go_on(self, number: int) -> None:
+        """Note that copies of a read are under way."""
+        if (read := self._open.get(number)) is not None:
+            read.go_on()
+
     def end(self, number: int) -> None:
         """End a read that its reader has given up."""
         if (read := self._open.pop(number, None)) is not None:
@@ -199,13 +230,10 @@ class PageLeases:
     does not change in between. Leases end with the stream of plans as well.
     """
 
-    def __init__(
-        self, pages: Callable[[], DevicePageBytes | None], linger_s: float = LINGER_S, silence_s: float = SILENCE_S
-    ) -> None:
-        """Start without leases; `pages` returns the device pages of the loaded model."""
+    def __init__(self, pages: Callable[[], DevicePageBytes | None], waits: ReaderWaits | None = None) -> None:
+        """Start without leases; `pages` returns the device pages of the loaded model, `waits` are for readers."""
         self._find_pages = pages
-        self._silence_s = silence_s
-        self._linger_s = linger_s
+        self.waits = waits or ReaderWaits()
         self._leases: dict[bytes, _Lease] = {}
         # In the order in which they ended.
         self._ended: dict[bytes, None] = {}
@@ -318,7 +346,7 @@ class PageLeases:
             raise InvalidRequestError("this is not the memory of the pages")
         slice_bytes = DIRECT_SLICE_BYTES if to_device else SLICE_BYTES
         window = SLICES_AT_ONCE * max(1, slice_bytes // source.form.page_bytes)
-        return MappedRead(held, len(pages), window, self._silence_s, self._linger_s)
+        return MappedRead(held, len(pages), window, self.waits)
 
     def _remember_ended(self, lease: bytes) -> None:
         self._ended[lease] = None

@@ -2,7 +2,7 @@
 
 Two messages of a transfer are waited for: the permission before the first copy, and the confirmation after the last
 one. The other slices are reported while further ones are copied, and transfers beside each other wait for nothing of
-one another.
+one another. While a slice takes long, as over a slow network, the worker hears that its copy goes on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from protos.gen.pando.v1 import worker_pb2
 from services.worker.engine.host_tier.shared_pages import BrokenReadError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import grpc
 
     from common.transfers import Transfer
     from services.worker.engine.execution.interface import PeerPageCopies
     from services.worker.peers.mapping import Mapping
+    from services.worker.peers.read_call import ReadCall
     from services.worker.peers.targets import TargetPages
+
+
+# How often a worker hears in its longest wait that a read goes on: one message may be late.
+BEATS = 4
 
 
 @dataclass(slots=True)
@@ -94,7 +101,7 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
                 is_finished = True
                 return
             read, copying = running.popleft()
-            await asyncio.wait([copying])
+            await _ended([copying], call, number)
             copying.result()
             # Slices that have been copied meanwhile are reported with it.
             while running and running[0][1].done():
@@ -107,7 +114,18 @@ async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
         raise
     finally:
         if running:
-            await asyncio.wait([copying for _, copying in running])
+            await _ended([copying for _, copying in running], call, number)
         # What could not be read may still be read: the worker has to wait until the call has ended.
         if not is_finished and not any(isinstance(copying.exception(), BrokenReadError) for copying in started):
             call.give_up(number)
+
+
+async def _ended(copies: Iterable[asyncio.Future[None]], call: ReadCall, read: int) -> None:
+    """Wait for copies, and let the worker know repeatedly that the read goes on."""
+    under_way = set(copies)
+    while under_way:
+        # Workers of earlier versions do not understand it.
+        timeout_s = call.silence_s / BEATS if call.silence_s else None
+        _, under_way = await asyncio.wait(under_way, timeout=timeout_s)
+        if under_way:
+            call.go_on(read)

@@ -35,6 +35,8 @@ class ReadCall:
         self._answers: dict[int, asyncio.Future[worker_pb2.ReadMappedPagesResponse]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_over = False
+        # After so long without word of a read the worker breaks it off; 0: not known.
+        self.silence_s = 0.0
         self._start(self._receive())
 
     def new_read(self) -> int:
@@ -57,6 +59,7 @@ class ReadCall:
         try:
             await self._send(request)
             response = await answer
+            self.silence_s = response.silence_ms / 1000
         finally:
             self._answers.pop(request.read, None)
             if answer.done() and not answer.cancelled():
@@ -70,7 +73,12 @@ class ReadCall:
     def give_up(self, read: int) -> None:
         """Let the worker know that none of a read's copies is under way any more, and none follows."""
         if not self.is_over:
-            self._start(self._end(read))
+            self._start(self._state(worker_pb2.ReadMappedPagesRequest(read=read, ends=True)))
+
+    def go_on(self, read: int) -> None:
+        """Let the worker know that copies of a read are still under way."""
+        if not self.is_over:
+            self._start(self._state(worker_pb2.ReadMappedPagesRequest(read=read, goes_on=True)))
 
     def close(self) -> None:
         """End the call, and with it all reads."""
@@ -89,10 +97,10 @@ class ReadCall:
             except asyncio.InvalidStateError as error:
                 raise SharingError("the call for reads has ended") from error
 
-    async def _end(self, read: int) -> None:
-        # If the call has ended, the worker notices.
+    async def _state(self, request: worker_pb2.ReadMappedPagesRequest) -> None:
+        """Send a request that has no answer. If the call has ended, the worker notices."""
         with contextlib.suppress(grpc.aio.AioRpcError, SharingError):
-            await self._send(worker_pb2.ReadMappedPagesRequest(read=read, ends=True))
+            await self._send(request)
 
     async def _receive(self) -> None:
         """Hand responses to those who wait for them, until the call ends."""

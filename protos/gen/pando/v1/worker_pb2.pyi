@@ -670,6 +670,7 @@ class ReadMappedPagesRequest(_message.Message):
     TO_DEVICE_FIELD_NUMBER: _builtins.int
     READ_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Only in the first message of a read: the lease, the memory's name and the pages to read, in this order."""
     memory: _builtins.bytes
@@ -681,6 +682,8 @@ class ReadMappedPagesRequest(_message.Message):
     """Which of the call's reads this is about; each begins with a number that none had before."""
     ends: _builtins.bool
     """The read is given up: none of its copies is under way any more, and none follows. There is no response."""
+    goes_on: _builtins.bool
+    """Copies of the read are still under way, and nothing has to be reported yet. There is no response."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -693,10 +696,11 @@ class ReadMappedPagesRequest(_message.Message):
         to_device: _builtins.bool = ...,
         read: _builtins.int = ...,
         ends: _builtins.bool = ...,
+        goes_on: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "ends", b"ends", "lease", b"lease", "memory", b"memory", "read", b"read", "read_pages", b"read_pages", "to_device", b"to_device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "ends", b"ends", "goes_on", b"goes_on", "lease", b"lease", "memory", b"memory", "read", b"read", "read_pages", b"read_pages", "to_device", b"to_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -711,6 +715,7 @@ class ReadMappedPagesResponse(_message.Message):
     READ_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SILENCE_MS_FIELD_NUMBER: _builtins.int
     permitted_pages: _builtins.int
     """The first so many pages may be read; only a later response may permit more."""
     confirmed_pages: _builtins.int
@@ -720,6 +725,8 @@ class ReadMappedPagesResponse(_message.Message):
     refusal: Global___ReadRefusal.ValueType
     """The read is over: nothing more is permitted or confirmed."""
     reason: _builtins.str
+    silence_ms: _builtins.int
+    """A read of which nothing is received for so long is broken off; 0: requests with goes_on are not understood."""
     def __init__(
         self,
         *,
@@ -728,10 +735,11 @@ class ReadMappedPagesResponse(_message.Message):
         read: _builtins.int = ...,
         refusal: Global___ReadRefusal.ValueType = ...,
         reason: _builtins.str = ...,
+        silence_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed_pages", b"confirmed_pages", "permitted_pages", b"permitted_pages", "read", b"read", "reason", b"reason", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed_pages", b"confirmed_pages", "permitted_pages", b"permitted_pages", "read", b"read", "reason", b"reason", "refusal", b"refusal", "silence_ms", b"silence_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

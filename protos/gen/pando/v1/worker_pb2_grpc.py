@@ -257,7 +257,7 @@ class WorkerServicer(object):
     def ReadMappedPages(self, request_iterator, context):
         """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
         once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
-        response, in order, but for those that end a read.
+        response, in order, but for those that end a read or say that it goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,7 +82,7 @@ class WorkerStub:
     ReadMappedPages: _grpc.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]
     """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
     once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
-    response, in order, but for those that end a read.
+    response, in order, but for those that end a read or say that it goes on.
     """
     Encode: _grpc.UnaryStreamMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]
     """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
@@ -158,7 +158,7 @@ class WorkerAsyncStub(WorkerStub):
     ReadMappedPages: _aio.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]  # type: ignore[assignment]
     """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
     once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
-    response, in order, but for those that end a read.
+    response, in order, but for those that end a read or say that it goes on.
     """
     Encode: _aio.UnaryStreamMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]  # type: ignore[assignment]
     """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
@@ -321,7 +321,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadMappedPagesResponse], _abc.AsyncIterator[_worker_pb2.ReadMappedPagesResponse]]:
         """Permits a worker to read pages under leases in memory that it has mapped, part by part; what was read counts only
         once a response has confirmed it. One call serves all reads of a worker, several at a time. Each request gets one
-        response, in order, but for those that end a read.
+        response, in order, but for those that end a read or say that it goes on.
         """
 
     @_abc_1.abstractmethod

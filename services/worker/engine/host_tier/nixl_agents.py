@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # One package for each version of CUDA; on CPUs, either does.
 PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
 MISSING = "worker.peer_transfers=nixl, but NIXL is not installed: pip install nixl-cu13, or nixl-cu12 with CUDA 12"
-# After this long a read counts as broken: its lender waits for less.
+# After this long a read counts as broken. Its lender hears meanwhile that it goes on.
 READ_S = 5.0
 # How often the end of a read is looked for: a slice takes milliseconds.
 _POLL_S = 0.0001

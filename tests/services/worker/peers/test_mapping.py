@@ -31,7 +31,8 @@ from services.worker.engine.host_tier.shared_pages import (
 )
 from services.worker.engine.parallel.shards import Span
 from services.worker.peers import mapping
-from services.worker.peers.leases import MappedRead, MappedReads, PageLeases, Permission, this_host
+from services.worker.peers.leases import MappedRead, MappedReads, PageLeases, Permission, ReaderWaits, this_host
+from services.worker.peers.mapped_reading import BEATS
 from services.worker.peers.mapping import COPY_THREADS
 from services.worker.peers.reading import PeerReader
 from services.worker.peers.targets import DeviceTarget, HostTarget, PeerTarget
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 LEASE = b"l" * 16
 PAGES = 24
 LINGER_S = 0.5  # of the lender
+PATIENT = ReaderWaits(60, 60, 60)
 WINDOW = 2 * SLICES_AT_ONCE  # pages that may be read at a time, two in each slice
 
 
@@ -202,7 +204,7 @@ class Bench:
         self.serve()
 
     def serve(self) -> None:
-        self.leases = PageLeases(lambda: self.device, linger_s=LINGER_S, silence_s=LINGER_S)
+        self.leases = PageLeases(lambda: self.device, ReaderWaits(LINGER_S, LINGER_S, LINGER_S))
         self.leases.grant(LEASE, range(PAGES))
         self.service = CountingService(self.leases)
         self.server = RpcServer("pando.v1.Worker", self.address)
@@ -427,7 +429,7 @@ async def test_a_reader_that_reports_wrongly_or_no_more_holds_the_pages_for_a_wh
 
 
 async def test_reads_beside_each_other_share_a_call_and_do_not_wait_for_one_another(bench: Bench) -> None:
-    bench.leases._linger_s = bench.leases._silence_s = 60
+    bench.leases.waits = PATIENT
     slow = await bench.fetch_slowly(ORDER)
     held, bench.copies.gate = bench.copies.gate, threading.Event()
     bench.copies.gate.set()
@@ -445,7 +447,7 @@ async def test_a_read_that_took_too_long_breaks_no_other_one(bench: Bench) -> No
     held, lease = bench.copies.gate, bench.leases._leases[LEASE]
     # The lender has given it up.
     await until(lambda: not lease.reading)
-    bench.leases._silence_s = 60
+    bench.leases.waits = PATIENT
     other = await bench.fetch_slowly(ORDER, beside=SLICES_AT_ONCE)
     held.set()
     await until(lambda: "read" in bench.service.calls)
@@ -453,6 +455,53 @@ async def test_a_read_that_took_too_long_breaks_no_other_one(bench: Bench) -> No
     assert (await other).done_pages == PAGES
     assert bench.service.calls == ["map", "permit", "read"]
     slow.cancel()
+
+
+async def test_a_read_whose_copies_take_longer_than_the_lender_waits_for_silent_readers_goes_on(bench: Bench) -> None:
+    bench.leases.waits = ReaderWaits(silence_s=2, linger_s=0, copying_s=60)
+    with mock.patch.object(MappedReads, "go_on", autospec=True, side_effect=MappedReads.go_on) as go_on:
+        fetching = await bench.fetch_slowly(ORDER)
+        lease = bench.leases._leases[LEASE]
+        # More beats than there are in the wait for a silent reader.
+        await until(lambda: go_on.call_count > BEATS)
+        assert lease.reading == 1
+        revoking = asyncio.create_task(bench.leases.revoke(LEASE))
+        await asyncio.sleep(0)
+        assert not revoking.done(), "the pages are still being read"
+        bench.copies.gate.set()
+        assert (await fetching).done_pages == 0
+        await revoking
+
+
+async def test_copies_that_go_on_for_too_long_hold_the_pages_no_longer(bench: Bench) -> None:
+    memory = bench.device.lend(lambda: None)
+    assert memory is not None
+    bench.leases.waits = ReaderWaits(silence_s=10, linger_s=5, copying_s=25)
+    loop = asyncio.get_running_loop()
+    clock = mock.Mock(side_effect=[0.0, 0.0, 8.0, 16.0, 24.0, 24.0, 24.0])
+    with mock.patch.object(loop, "call_at") as call_at, mock.patch.object(loop, "time", clock):
+        read = bench.leases.begin_read(LEASE, memory.name, range(PAGES))
+        for _ in range(3):
+            read.go_on()
+        assert [call.args[0] for call in call_at.call_args_list] == [10, 18, 25, 25]
+        read.report(3)
+        assert call_at.call_args.args == (34, read.break_off)
+        read.end()
+        read.go_on()
+        assert call_at.call_count == 5, "it is over"
+
+
+async def test_a_lender_of_an_earlier_version_hears_of_reports_only(bench: Bench) -> None:
+    with (
+        mock.patch.object(MappedReads, "silence_ms", 0),
+        mock.patch.object(MappedReads, "go_on", autospec=True, side_effect=AssertionError) as go_on,
+    ):
+        fetching = await bench.fetch_slowly(ORDER)
+        lease = bench.leases._leases[LEASE]
+        await until(lambda: not lease.reading)
+        assert not go_on.called
+        bench.copies.gate.set()
+        assert (await fetching).done_pages == 0
 
 
 async def test_copies_take_no_threads_from_others(bench: Bench) -> None:
@@ -465,7 +514,7 @@ async def test_copies_take_no_threads_from_others(bench: Bench) -> None:
 
 
 async def test_a_read_that_is_given_up_holds_the_pages_no_longer_than_its_copies(bench: Bench) -> None:
-    bench.leases._linger_s = bench.leases._silence_s = 60
+    bench.leases.waits = PATIENT
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
     await until(lambda: bench.pages._is_closed)
@@ -543,7 +592,7 @@ async def test_a_peer_that_dies_is_unmapped_and_its_successor_mapped(bench: Benc
 
 
 async def test_host_pages_are_written_no_more_once_the_stream_of_plans_has_ended(bench: Bench) -> None:
-    bench.leases._linger_s = bench.leases._silence_s = 60
+    bench.leases.waits = PATIENT
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
     await asyncio.sleep(0.1)

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +19,17 @@ import torch
 from protos.gen.pando.v1 import worker_pb2
 from services.worker.engine.host_tier.nixl_agents import PACKAGES, NixlAgents
 from services.worker.engine.host_tier.nixl_copies import NixlCopies
-from services.worker.engine.host_tier.shared_pages import SharingError
+from services.worker.engine.host_tier.shared_pages import SLICES_AT_ONCE, SharingError
 from services.worker.peers import mapping as mappings
+from services.worker.peers.leases import SILENCE_S
 from tests.services.worker.peers.lender import LEASE, PoolShape, Reader, address_in, start_lender
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from common.steps import PageIds
+    from services.worker.engine.host_tier.shared_pages import MappedPages
     from services.worker.peers.mapping import Mapping
 
 pytestmark = [
@@ -124,6 +128,24 @@ async def test_a_peer_that_is_killed_during_a_read_leaves_this_process_whole(pai
     assert ack.done_pages < SHAPE.pages
     assert pair.reader.are_right(SCATTERED, ack.done_pages)
     assert (await pair.reader.read([3])).done_pages == 0
+
+
+async def test_a_slow_network_breaks_no_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = pair.reader.copies
+    assert isinstance(copies, NixlCopies)
+    pair.agents._read_s = 60
+    copy, copied = copies.copy, list[int]()
+
+    def copy_slowly(source: MappedPages, pages: PageIds, host_pages: PageIds) -> None:
+        time.sleep(1.25 * SILENCE_S)
+        copy(source, pages, host_pages)
+        copied.extend(pages.tolist())
+
+    monkeypatch.setattr(copies, "copy", copy_slowly)
+    some = SCATTERED[: 2 * SLICES_AT_ONCE * copies.slice_pages]
+    assert (await pair.reader.read(some)).done_pages == len(some)
+    assert sorted(copied) == sorted(some), "none was sent over gRPC"
+    assert pair.reader.are_right(some, len(some))
 
 
 async def test_memory_is_not_lent_any_more_when_its_owner_frees_it(pair: Pair) -> None:

@@ -17,7 +17,7 @@ from common.errors import InvalidRequestError, PermissionDeniedError
 from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.host_tier.shared_pages import SLICE_BYTES
 from services.worker.engine.parallel.shards import Span
-from services.worker.peers.leases import ENDED_LEASES, MappedReads, PageLeases
+from services.worker.peers.leases import ENDED_LEASES, MappedReads, PageLeases, ReaderWaits
 from tests.services.worker.peers.lent_pages import UnwrittenPages
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Lives:
         self.confirmed = self.refused_grants = self.ended = 0
         self._random = random.Random(seed)
         self._device = Device([0] * PAGES, [], 0)
-        self._leases = PageLeases(lambda: self._device, linger_s=0.01, silence_s=60)
+        self._leases = PageLeases(lambda: self._device, ReaderWaits(60, 0.01, 60))
         self._free = set(range(PAGES))
         self._loans: dict[int, Loan] = {}
         self._number = 0
@@ -112,7 +112,7 @@ class Lives:
     async def live(self) -> None:
         actions = [self._lend, self._lend, self._extend, self._end, self._read, self._read, self._follow]
         actions += [self._arrive] * 4 + [self._go_on] * 4 + [self._copy] * 4
-        actions += [self._give_up, self._kill_reader, self._kill_scheduler]
+        actions += [self._say, self._give_up, self._kill_reader, self._kill_scheduler]
         try:
             for _ in range(STEPS):
                 await self._random.choice(actions)()
@@ -283,6 +283,11 @@ class Lives:
         if copying.permitted == len(copying.copied):
             assert permission.confirmed == len(copying.pages)
             self._copying.remove(copying)
+
+    async def _say(self) -> None:
+        """Have a reader say that its copies go on, perhaps of a read that is over."""
+        if self._copying:
+            self._random.choice(self._copying).call.go_on(self._random.randint(1, self._number))
 
     async def _give_up(self) -> None:
         """Have a reader give up a read, at least once."""
