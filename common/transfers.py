@@ -8,7 +8,8 @@ The contract between scheduler and workers, for every direction:
   backup may be planned as soon as the plan that computes its pages has been sent.
 - Until it is done, its source pages must not be written, and its target pages neither read nor written: the scheduler
   holds a reference on every page of both tiers and starts no row on pages that are still being loaded.
-- Snapshots of recurrent states are copied between device and host by the same rules as pages, with them or alone.
+- Snapshots of recurrent states are copied between device and host, and from peers to the device, by the same rules as
+  pages, with them or alone.
 - Each rank copies its own part of every page and acknowledges the transfer once, in a result of the same plan or of
   any later one, in any order. A transfer is done when *all* ranks have acknowledged it; its `done_pages` is the
   smallest of theirs.
@@ -73,12 +74,13 @@ class PeerPages:
     """Pages on the devices of another group, whose shards may be others; `workers` are its workers' addresses, by rank.
 
     The `lease`, 16 random bytes, permits reading them while the other group grants it; it is never logged.
-    `device_pages` is [pages] int32.
+    `device_pages` is [pages] int32, and `device_snapshots`, which are read after them, [snapshots] int32.
     """
 
     workers: tuple[str, ...]
     lease: bytes = field(repr=False)
     device_pages: TokenIds
+    device_snapshots: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ class Transfer:
     Page ids are [pages] int32, distinct within a transfer and empty for a tier that is not involved. `object_keys` are
     opaque: the scheduler derives them from a secret, and each rank derives the names of its own parts from them.
     `cipher_key`, 32 bytes, encrypts the objects' content; it is never logged, and empty for DROP_FROM_STORAGE.
-    Between device and host, slots of snapshots, [snapshots] int32, are copied likewise, beside the pages or alone.
+    Between device and host, slots of snapshots, [snapshots] int32, are copied likewise, beside the pages or alone;
+    those of a peer arrive in `device_snapshots`.
     """
 
     transfer_id: TransferId
@@ -119,9 +122,11 @@ class TransferAck:
 
     The first `done_pages` pages are copied; the target's other pages are undefined. For a load from storage or a peer
     they are cache misses; between device and host there are none. `duration_us` is the time in microseconds of the
-    copy itself on the slowest rank, without queueing.
+    copy itself on the slowest rank, without queueing. `done_snapshots` is the number of leading snapshots that have
+    arrived from a peer, none unless all pages have; between device and host it is 0.
     """
 
     transfer_id: TransferId
     done_pages: int
     duration_us: int = 0
+    done_snapshots: int = 0

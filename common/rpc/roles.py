@@ -89,6 +89,7 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Worker/RevokePages": _SCHEDULER,
         # Of other groups, with a lease from this worker's scheduler.
         "/pando.v1.Worker/ReadPages": _WORKER,
+        "/pando.v1.Worker/ReadSnapshot": _WORKER,
         "/pando.v1.Worker/MapPages": _WORKER,
         "/pando.v1.Worker/ReadMappedPages": _WORKER,
         "/pando.v1.Worker/Encode": _SCHEDULER,

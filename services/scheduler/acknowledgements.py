@@ -20,7 +20,7 @@ class GroupAcks:
     def add(self, rank: int, ack: TransferAck) -> TransferAck | None:
         """Add a rank's acknowledgement; return the group's once all ranks have acknowledged, else None.
 
-        It counts the pages that all ranks have, and the slowest rank's time.
+        It counts the pages and snapshots that all ranks have, and the slowest rank's time.
         """
         known = self._pending.pop(ack.transfer_id, None)
         together, ranks = (ack, {rank}) if known is None else (_combine(known[0], ack), known[1] | {rank})
@@ -35,4 +35,5 @@ def _combine(one: TransferAck, other: TransferAck) -> TransferAck:
         one,
         done_pages=min(one.done_pages, other.done_pages),
         duration_us=max(one.duration_us, other.duration_us),
+        done_snapshots=min(one.done_snapshots, other.done_snapshots),
     )

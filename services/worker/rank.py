@@ -249,12 +249,12 @@ class Rank:
             raise NotReadyError(f"the rank is {self._state.value}, configure it first")
         return replace(spec, model=model, load_format=load_format or spec.load_format)
 
-    def grant_pages(self, lease: bytes, pages: Iterable[int]) -> None:
-        """Let workers of other groups read pages under a lease; see `PageLeases`.
+    def grant_pages(self, lease: bytes, pages: Iterable[int], snapshots: Iterable[int] = ()) -> None:
+        """Let workers of other groups read pages and snapshots under a lease; see `PageLeases`.
 
         Raises:
             NotReadyError: no stream of plans is open, or the rank sleeps, so no scheduler holds the pages.
-            InvalidRequestError: the lease's name is invalid, or this rank has no such pages.
+            InvalidRequestError: the lease's name is invalid, or this rank has no such pages or snapshots.
         """
         if self._session is None or self._capacity is None:
             raise NotReadyError("no stream of plans is open")
@@ -263,7 +263,10 @@ class Rank:
         known = list(pages)
         if known and max(known) >= self._capacity.device_pages:
             raise InvalidRequestError(f"a page outside [0, {self._capacity.device_pages})", param="device_pages")
-        self.leases.grant(lease, known)
+        lent, states = list(snapshots), self._capacity.recurrent_states
+        if lent and max(lent) >= (states.snapshots if states else 0):
+            raise InvalidRequestError("there is no such snapshot", param="device_snapshots")
+        self.leases.grant(lease, known, lent)
 
     async def keep_embeddings(
         self, output: EncoderOutputId, count: int, read: Callable[[int], Awaitable[memoryview]]

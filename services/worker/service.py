@@ -208,7 +208,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.GrantPagesResponse:
         """Let workers of other groups read pages."""
         try:
-            self._rank.grant_pages(request.lease, request.device_pages)
+            self._rank.grant_pages(request.lease, request.device_pages, request.device_snapshots)
         except NotReadyError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return worker_pb2.GrantPagesResponse()
@@ -229,6 +229,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         async with contextlib.aclosing(contents):
             async for content in contents:
                 yield worker_pb2.ReadPagesResponse(content=content)
+
+    async def ReadSnapshot(  # noqa: N802
+        self, request: worker_pb2.ReadSnapshotRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadSnapshotResponse]:
+        """Send the content of a snapshot of recurrent states."""
+        heads = Span(request.first_head, request.first_head + request.heads) if request.heads else None
+        contents = self._rank.leases.read_snapshot(request.lease, request.device_snapshot, heads)
+        async with contextlib.aclosing(contents):
+            async for content in contents:
+                yield worker_pb2.ReadSnapshotResponse(content=content)
 
     async def MapPages(  # noqa: N802
         self, request: worker_pb2.MapPagesRequest, context: Context

@@ -86,7 +86,7 @@ class StreamPages(_OfStream):
 
 
 class StreamDevicePages(_OfStream):
-    """The device pages of one stream of plans, for writes of what arrives from peers."""
+    """The device pages and snapshots of one stream of plans, for writes of what arrives from peers."""
 
     def __init__(self, pages: DevicePageBytes) -> None:
         """Write `pages`."""
@@ -106,3 +106,13 @@ class StreamDevicePages(_OfStream):
         """
         with self.kept_open():
             self._pages.write_pages(pages.tolist(), content)
+
+    def write_snapshot(self, snapshot: int, content: memoryview) -> None:
+        """Overwrite a snapshot; see `SnapshotBytes.write`.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        assert self._pages.snapshots is not None, "the engine has checked that there are snapshots"
+        with self.kept_open():
+            self._pages.snapshots.write(snapshot, content)

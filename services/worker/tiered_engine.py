@@ -59,7 +59,7 @@ class TieredEngine:
         self._loop = loop
         self._stream: _Stream | None = None
         self._form: ObjectFormat | None = None
-        self._host_pages = self._device_pages = 0
+        self._host_pages = self._device_pages = self._snapshots = 0
         self._rank = 0
         self._ranks = 1
 
@@ -123,6 +123,8 @@ class TieredEngine:
         pages = self._inner.host_pages
         self._form = None if pages is None else ObjectFormat(capacity.fingerprint, pages.page_bytes)
         self._host_pages, self._device_pages = capacity.host_pages, capacity.device_pages
+        states, device = capacity.recurrent_states, self._inner.device_pages
+        self._snapshots = states.snapshots if states and device is not None and device.snapshots is not None else 0
         self._rank, self._ranks = spec.rank, spec.world_size
         self._begin_stream()
         return replace(capacity, has_storage=self._stream is not None and self._storage is not None)
@@ -139,6 +141,8 @@ class TieredEngine:
                 _check(transfer, self._host_pages, self._device_pages, has_storage=self._storage is not None)
                 if transfer.peer is not None and self._inner.device_pages is None:
                     raise InvalidPlanError("this model's pages cannot come from other groups")
+                if transfer.peer is not None:
+                    _check_snapshots(transfer, self._snapshots)
             plan = replace(
                 plan, transfers=tuple(transfer for transfer in plan.transfers if transfer.direction.is_between_tiers)
             )
@@ -240,6 +244,17 @@ class _Stream:
                 acks.append(self.acks.get_nowait())
         self.open -= len(acks)
         return acks
+
+
+def _check_snapshots(transfer: Transfer, snapshots: int) -> None:
+    """Refuse a transfer from a peer to other snapshots than those of this rank, or to more than the peer has named."""
+    assert transfer.peer is not None, "it is from a peer"
+    slots = transfer.device_snapshots
+    if len(slots) != len(transfer.peer.device_snapshots) or len(transfer.host_snapshots):
+        raise InvalidPlanError(f"transfer {transfer.transfer_id} names {len(slots)} places for the peer's snapshots")
+    is_device = transfer.direction is TransferDirection.PEER_TO_DEVICE
+    if len(slots) and (not is_device or slots.min() < 0 or slots.max() >= snapshots):
+        raise InvalidPlanError(f"transfer {transfer.transfer_id}: a snapshot outside [0, {snapshots})")
 
 
 def _check(transfer: Transfer, host_pages: int, device_pages: int, *, has_storage: bool) -> None:

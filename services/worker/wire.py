@@ -214,7 +214,12 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
     for row, logprob in result.logprobs:
         message.logprobs.add(row=row, logprob=logprob_to_wire(logprob))
     for ack in result.acks:
-        message.acks.add(transfer_id=ack.transfer_id, done_pages=ack.done_pages, duration_us=ack.duration_us)
+        message.acks.add(
+            transfer_id=ack.transfer_id,
+            done_pages=ack.done_pages,
+            duration_us=ack.duration_us,
+            done_snapshots=ack.done_snapshots,
+        )
     for row, embedding in result.embeddings:
         message.embeddings.add(row=row, embedding=embedding)
     for row, span in result.prompt_logprobs:
@@ -276,7 +281,9 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
 
 
 def _peer_from_wire(message: worker_pb2.PeerPages) -> PeerPages:
-    return PeerPages(tuple(message.workers), message.lease, _int32(message.device_pages))
+    return PeerPages(
+        tuple(message.workers), message.lease, _int32(message.device_pages), _int32(message.device_snapshots)
+    )
 
 
 def embeddings_to_wire(part: bytes | SealedPlace) -> worker_pb2.ReadEmbeddingsResponse:

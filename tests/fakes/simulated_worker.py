@@ -129,6 +129,8 @@ class SimulatedWorker:
     host_snapshot_slots: int = 0
     # Returns the content of a peer's pages, up to the first that cannot be read.
     read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
+    # The same of its snapshots; they are read once all pages were.
+    read_peer_states: Callable[[PeerPages], list[list[int]]] = lambda _peer: []
     # What a pass may compute; None: anything.
     max_step_tokens: int | None = None
     # How long passes take.
@@ -258,13 +260,16 @@ class SimulatedWorker:
         opened = self.open[transfer_id]
         opened.ranks.remove(rank)
         peer = opened.transfer.peer
-        if peer is not None and not opened.content:
-            opened.content = self.read_peer(peer)
+        if peer is not None and not (opened.content or opened.states):
+            opened.content = self.read_peer(peer) if len(peer.device_pages) else []
+            if len(opened.content) == opened.transfer.pages and len(peer.device_snapshots):
+                opened.states = self.read_peer_states(peer)
         if not opened.ranks:
             del self.open[transfer_id]
             self._copy(opened)
-        pages = opened.transfer.pages if peer is None else len(opened.content)
-        return TransferAck(transfer_id, pages, duration_us=1000)
+        if peer is None:
+            return TransferAck(transfer_id, opened.transfer.pages, duration_us=1000)
+        return TransferAck(transfer_id, len(opened.content), 1000, len(opened.states))
 
     def _begin(self, transfer: Transfer) -> None:
         assert transfer.transfer_id > self.last_transfer, "transfer ids are never used twice"
@@ -272,9 +277,16 @@ class SimulatedWorker:
         device, host = transfer.device_pages.tolist(), transfer.host_pages.tolist()
         if transfer.peer is not None:
             is_device, targets = transfer.direction is TransferDirection.PEER_TO_DEVICE, transfer.arriving.tolist()
-            assert len(transfer.peer.device_pages) == transfer.pages == len(set(targets)) > 0
+            into = transfer.device_snapshots.tolist()
+            assert len(transfer.peer.device_pages) == transfer.pages == len(set(targets))
+            assert len(transfer.peer.device_snapshots) == len(set(into)) == len(into)
+            assert targets or into, "nothing to read"
+            assert is_device or not into, "snapshots of peers arrive on the device"
+            assert not self._moving_snapshots(True) & set(into), "a race of snapshots"
             assert all(0 <= page < (self.pages if is_device else self.host_pages) for page in targets)
             assert not any(page in self._written(is_device) | self._read(is_device) for page in targets), "a race"
+            for slot in into:
+                self._set_snapshot(slot, [-2], is_device=True)
             self.open[transfer.transfer_id] = _Open(transfer, [], set(range(self.ranks)))
             for page in targets:
                 self._overwrite(page, [None] * self.page_size, is_device)
@@ -327,7 +339,7 @@ class SimulatedWorker:
         slots: set[int] = set()
         for opened in self.open.values():
             transfer = opened.transfer
-            writes = (transfer.direction is TransferDirection.HOST_TO_DEVICE) == is_device
+            writes = (transfer.direction is not TransferDirection.DEVICE_TO_HOST) == is_device
             if writes or not is_written:
                 slots.update((transfer.device_snapshots if is_device else transfer.host_snapshots).tolist())
         return slots
@@ -338,6 +350,8 @@ class SimulatedWorker:
             is_device = transfer.direction is TransferDirection.PEER_TO_DEVICE
             for page, content in zip(transfer.arriving.tolist(), opened.content, strict=False):
                 self._overwrite(page, content, is_device)
+            for slot, state in zip(transfer.device_snapshots.tolist(), opened.states, strict=False):
+                self._set_snapshot(slot, state, is_device=True)
             return
         is_load = transfer.direction is TransferDirection.HOST_TO_DEVICE
         sources = (transfer.host_pages if is_load else transfer.device_pages).tolist()

@@ -54,10 +54,12 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     simulated: SimulatedWorker | None = None
     adapter_read_s = 0.0
     adapter_refusal: str | None = None
+    # Of recurrent states, on device and host; 0: the model has no recurrent layers.
+    snapshots = 0
+    host_snapshots = 0
 
     def __init__(self, pages: int = 64, eos_token_id: int = 7) -> None:
-        self.pages = pages
-        self.eos_token_id = eos_token_id
+        self.pages, self.eos_token_id = pages, eos_token_id
         self.configured: list[worker_pb2.ConfigureRequest] = []
         self.plans: list[StepPlan] = []
         self.refusal: str | None = None
@@ -83,9 +85,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         # None: as a worker of an earlier version. A lost plan is neither run nor counted, until Configure is called.
         self.open_plans: int | None = None
         self.loses_plans = False
-        # Pages that other groups may read, by lease; they are read from the simulated worker.
-        self.leases: dict[bytes, set[int]] = {}
+        # Pages that other groups may read, by lease; they are read from the simulated worker. So are snapshots.
+        self.leases, self.lent_snapshots = dict[bytes, set[int]](), dict[bytes, set[int]]()
         self.read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
+        self.read_peer_states: Callable[[PeerPages], list[list[int]]] = lambda _peer: []
         self.refused_sources: set[str] = set()
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = self.most_adapter_reads = self._adapters_in_read = 0
@@ -204,12 +207,14 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GrantPagesRequest, context: Context
     ) -> worker_pb2.GrantPagesResponse:
         self.leases.setdefault(request.lease, set()).update(request.device_pages)
+        self.lent_snapshots.setdefault(request.lease, set()).update(request.device_snapshots)
         return worker_pb2.GrantPagesResponse()
 
     async def RevokePages(
         self, request: worker_pb2.RevokePagesRequest, context: Context
     ) -> worker_pb2.RevokePagesResponse:
         self.leases.pop(request.lease, None)
+        self.lent_snapshots.pop(request.lease, None)
         return worker_pb2.RevokePagesResponse()
 
     def lend(self, peer: PeerPages) -> list[Content]:
@@ -219,10 +224,24 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             return []
         return [self.simulated._device_page(page) for page in pages]
 
+    def lend_states(self, peer: PeerPages) -> list[list[int]]:
+        """Return the content of snapshots under a lease, as `ReadSnapshot` does."""
+        slots = peer.device_snapshots.tolist()
+        if self.simulated is None or not self.lent_snapshots.get(peer.lease, set()).issuperset(slots):
+            return []
+        assert self.simulated.snapshots is not None
+        assert not self.simulated._moving_snapshots(True, is_written=True) & set(slots), "lends what is being written"
+        return [self.simulated.snapshots[slot].copy() for slot in slots]
+
     def ReadPages(
         self, request: worker_pb2.ReadPagesRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
         raise NotImplementedError("simulated workers call `lend`")
+
+    def ReadSnapshot(
+        self, request: worker_pb2.ReadSnapshotRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadSnapshotResponse]:
+        raise NotImplementedError("simulated workers call `lend_states`")
 
     def MapPages(
         self, request: worker_pb2.MapPagesRequest, context: Context
@@ -310,6 +329,15 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             embedding_bytes=4 if self.images.identity else 0,
             encoder_identity=self.images.identity,
         )
+        if self.snapshots:
+            # A snapshot takes as much memory as two pages.
+            capacity.recurrent_states.CopyFrom(
+                worker_pb2.RecurrentStates(
+                    snapshots=self.snapshots,
+                    row_bytes=2 * request.page_size_tokens,
+                    host_snapshots=self.host_snapshots if request.host_pages else 0,
+                )
+            )
         if self.window is not None and request.window_ratio:
             pages, tokens = self.window
             pool = worker_pb2.WindowPool(pages=pages, window_tokens=tokens, layers=5, kv_bytes_per_token=5)
@@ -323,10 +351,13 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         pages, tokens = (self.window if configured.window_ratio else None) or (0, 0)
         worker = SimulatedWorker(
             self.pages, configured.page_size_tokens, configured.host_pages, window=tokens, window_pool=pages,
-            read_peer=lambda peer: self.read_peer(peer),
+            read_peer=lambda peer: self.read_peer(peer), read_peer_states=lambda peer: self.read_peer_states(peer),
+            snapshots=[[] for _ in range(self.snapshots)] if self.snapshots else None,
+            host_snapshot_slots=self.host_snapshots,
         )  # fmt: skip
         self.simulated = worker
         self.leases.clear()
+        self.lent_snapshots.clear()
         ages: dict[TransferId, int] = {}
         async for message in request_iterator:
             if self.hangs:

@@ -153,7 +153,12 @@ def _transfer_to_wire(transfer: Transfer) -> worker_pb2.Transfer:
 
 
 def _peer_to_wire(peer: PeerPages) -> worker_pb2.PeerPages:
-    return worker_pb2.PeerPages(workers=peer.workers, lease=peer.lease, device_pages=peer.device_pages.tolist())
+    return worker_pb2.PeerPages(
+        workers=peer.workers,
+        lease=peer.lease,
+        device_pages=peer.device_pages.tolist(),
+        device_snapshots=peer.device_snapshots.tolist(),
+    )
 
 
 def _add_open(opened: RowOpen, plan: worker_pb2.StepPlan) -> None:
@@ -212,7 +217,10 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         host_us=message.host_us,
         error=message.error if message.HasField("error") else None,
         out_of_memory=message.out_of_memory,
-        acks=tuple(TransferAck(TransferId(ack.transfer_id), ack.done_pages, ack.duration_us) for ack in message.acks),
+        acks=tuple(
+            TransferAck(TransferId(ack.transfer_id), ack.done_pages, ack.duration_us, ack.done_snapshots)
+            for ack in message.acks
+        ),
         prompt_logprobs=tuple((RowSlot(entry.row), span_from_wire(entry.span)) for entry in message.prompt_logprobs),
         partial=message.partial,
         embeddings=tuple((RowSlot(entry.row), entry.embedding) for entry in message.embeddings),

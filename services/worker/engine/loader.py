@@ -38,7 +38,7 @@ from services.worker.engine.decoder_memory import DecoderMemory, check_memory
 from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host_memory import return_freed_memory
-from services.worker.engine.host_tier.device_pages import page_form_of
+from services.worker.engine.host_tier.device_pages import rank_form
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.identities import KvTraits, encoder_identity, fingerprint, kv_identity, scaled_identity
 from services.worker.engine.kernels.cpu.backend import CpuBackend
@@ -231,7 +231,7 @@ class DecoderLoader:
         host_pool = allocate_host_pool(pool, host_pages, host_snapshots) if host_pages else None
         form = None
         if are_cut_alike(self._kinds(spec.tensor_rank)):
-            form = page_form_of(pool, model.kv_layout, self._shapes[0], self._shard.kv_heads, config.kv_heads)
+            form = rank_form(pool, model.kv_layout, self._shapes[0], self._shard, config)
         runner = ModelRunner(
             model, pool, capacity, group, activation_dtype=self._backend.kernels.activation_dtype, form=form,
             is_captured=self._is_captured, host_pool=host_pool, head=head, adapters=self._shelf(), vision=self._vision,

@@ -1,5 +1,7 @@
 """Pages of this rank's device that workers of other groups may read, by the leases of its scheduler.
 
+All of this holds for snapshots of recurrent states as it does for pages; these are always copied by this process.
+
 Reading ends before a lease does, in two ways. Where this process copies the pages (`read`), it knows when a copy is
 over. Where a reader copies them itself, from memory that it has mapped (`MappedRead`), this process permits it a few
 milliseconds of copies at a time, and the reader reports each: `revoke` waits for the reports of what was permitted.
@@ -61,9 +63,10 @@ def this_host() -> str:
 
 @dataclass(slots=True)
 class _Lease:
-    """`reading` is the number of readers that copy pages now; `is_idle` is set while it is 0."""
+    """`reading` is the number of readers that copy now; `is_idle` is set while it is 0."""
 
     pages: set[int] = field(default_factory=set)
+    snapshots: set[int] = field(default_factory=set)
     reading: int = 0
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
@@ -226,8 +229,8 @@ class MappedReads:
 class PageLeases:
     """Owns the leases of one rank. All methods belong to the event loop.
 
-    The scheduler holds a reference on each page from before `grant` until `revoke` has returned, so the pages' content
-    does not change in between. Leases end with the stream of plans as well.
+    The scheduler holds a reference on each page, and each snapshot, from before `grant` until `revoke` has returned, so
+    that their content does not change in between. Leases end with the stream of plans as well.
     """
 
     def __init__(self, pages: Callable[[], DevicePageBytes | None], waits: ReaderWaits | None = None) -> None:
@@ -242,20 +245,25 @@ class PageLeases:
         """Return the number of open leases."""
         return len(self._leases)
 
-    def grant(self, lease: bytes, pages: Iterable[int]) -> None:
-        """Add pages to a lease, which begins with that.
+    def grant(self, lease: bytes, pages: Iterable[int], snapshots: Iterable[int] = ()) -> None:
+        """Add pages and snapshots to a lease, which begins with that.
 
         Raises:
-            InvalidRequestError: the lease's name is invalid, or this rank has no such pages.
+            InvalidRequestError: the lease's name is invalid, or this rank has no such pages or snapshots.
             PermissionDeniedError: the lease has ended.
         """
         if lease in self._ended:
             raise PermissionDeniedError("the lease has ended")
         if len(lease) != LEASE_BYTES:
             raise InvalidRequestError(f"a lease's name has {LEASE_BYTES} bytes", param="lease")
-        if self._find_pages() is None:
+        source, lent = self._find_pages(), set(snapshots)
+        if source is None:
             raise InvalidRequestError("this model's pages cannot be read by other groups")
-        self._leases.setdefault(lease, _Lease()).pages.update(pages)
+        if lent and source.snapshots is None:
+            raise InvalidRequestError("this model has no snapshots", param="device_snapshots")
+        held = self._leases.setdefault(lease, _Lease())
+        held.pages.update(pages)
+        held.snapshots.update(lent)
 
     async def revoke(self, lease: bytes) -> None:
         """End a lease, even before its grant arrives; once this has returned, none of its pages is read any more."""
@@ -293,6 +301,29 @@ class PageLeases:
                 if held.has_ended:
                     raise PermissionDeniedError("the lease has ended")
                 yield content
+
+    async def read_snapshot(
+        self, lease: bytes, snapshot: int, heads: Span | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the content of a snapshot, in parts that fit into messages; of all key heads, or of `heads`.
+
+        Raises:
+            PermissionDeniedError: the lease has ended, or does not have the snapshot.
+            InvalidRequestError: this rank does not hold these heads.
+        """
+        held, pages = self._find(lease, ())
+        source = pages.snapshots
+        if source is None or snapshot not in held.snapshots:
+            raise PermissionDeniedError("there is no lease of this snapshot; it may have ended")
+        heads = source.form.held if heads is None else heads
+        if not source.form.holds(heads):
+            raise InvalidRequestError(f"this rank does not hold the key heads [{heads.start}, {heads.stop})")
+        content = await self._copy(held, partial(source.read, snapshot, heads))
+        for first in range(0, len(content), MESSAGE_BYTES):
+            # Also if it ended while, or after, it was copied.
+            if held.has_ended:
+                raise PermissionDeniedError("the lease has ended")
+            yield content[first : first + MESSAGE_BYTES]
 
     async def lend(
         self, lease: bytes, host: str, *, reads_over_nixl: bool = False

@@ -1,8 +1,9 @@
-"""Reading from other workers: pages of other groups into this rank's pages, and embeddings of images.
+"""Reading from other workers: pages and states of other groups into this rank's, and embeddings of images.
 
 Where the worker of the same rank is on this host and both have GPUs, pages are copied from its memory, which this
 process maps (`read_mapped`). Where both use NIXL, pages are read the same way on any host. Embeddings are copied from
 the memory of an encoder that is on this host (`copy_sealed`). Otherwise both are sent over gRPC, as bytes.
+Snapshots of recurrent states follow the pages, and are always sent.
 """
 
 from __future__ import annotations
@@ -164,14 +165,18 @@ class PeerReader:
 
     async def _run(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
         assert transfer.peer is not None, "checked by the engine"
-        progress = ReadProgress(time.monotonic())
+        progress, snapshots = ReadProgress(time.monotonic()), 0
         workers = transfer.peer.workers
         try:
             # Before the peer waits for this rank: passes may take longer than it does.
             await target.pages.until_free()
             progress.began_at = time.monotonic()
-            if not await self._copy_mapped(transfer, target, progress):
+            if transfer.pages and not await self._copy_mapped(transfer, target, progress):
                 await self._read_bytes(transfer, target, progress)
+            if progress.done == transfer.pages:
+                for slot, into in zip(transfer.peer.device_snapshots, transfer.device_snapshots, strict=True):
+                    await self._read_snapshot(transfer.peer, int(slot), int(into), target)
+                    snapshots += 1
         except StreamEndedError:
             return
         except _MisfitError:
@@ -189,7 +194,7 @@ class PeerReader:
         seconds, self._free_at = now - max(progress.began_at, self._free_at), now
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)
         metrics.PEER_PAGES_TOTAL.labels("failed").inc(transfer.pages - done)
-        deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
+        deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6), snapshots))
 
     async def _copy_mapped(self, transfer: Transfer, target: PeerTarget, progress: ReadProgress) -> bool:
         """Copy pages from the memory of the worker of the same rank; return false if that is not mapped."""
@@ -263,6 +268,29 @@ class PeerReader:
         async with contextlib.aclosing(self._parts(call, channel)) as parts:
             async for part in parts:
                 yield part.content
+
+    async def _read_snapshot(self, peer: PeerPages, slot: int, into: int, target: PeerTarget) -> None:
+        """Read a snapshot of this rank, of which each of the peer's ranks may have some heads only."""
+        form = target.form.snapshot
+        assert form is not None, "the engine has checked that there are snapshots"
+        parts = []
+        for worker, heads in sources_of(form, target.rank, target.ranks, len(peer.workers)):
+            content = bytearray()
+            request = worker_pb2.ReadSnapshotRequest(
+                lease=peer.lease, device_snapshot=slot, first_head=heads.start, heads=len(heads)
+            )
+            channel = self._channel(peer.workers[worker])
+            call = worker_pb2_grpc.WorkerStub(channel).ReadSnapshot(request)
+            async with contextlib.aclosing(self._parts(call, channel)) as messages:
+                async for message in messages:
+                    content += message.content
+                    if len(content) > form.bytes_of(heads):
+                        break
+            if len(content) != form.bytes_of(heads):
+                raise _MisfitError
+            parts.append((heads, memoryview(content)))
+        # Copies to a device are waited for.
+        await asyncio.to_thread(target.pages.write_snapshot, into, form.join(parts))
 
     async def _parts(self, call: grpc.aio.UnaryStreamCall[Q, R], channel: grpc.aio.Channel) -> AsyncGenerator[R, None]:
         """Yield the messages of a call until its end."""

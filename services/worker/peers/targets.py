@@ -40,6 +40,9 @@ class TargetPages(Protocol):
     def write(self, pages: PageIds, content: memoryview) -> None:
         """Overwrite pages with content, one page after the other."""
 
+    def write_snapshot(self, snapshot: int, content: memoryview) -> None:
+        """Overwrite a snapshot of recurrent states; only of the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostTarget:
@@ -70,6 +73,9 @@ class HostTarget:
         for index, page in enumerate(pages.tolist()):
             self.pages.write_page(page, content[index * size : (index + 1) * size])
 
+    def write_snapshot(self, snapshot: int, content: memoryview) -> None:
+        raise AssertionError("the engine lets snapshots of peers arrive on the device only")
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceTarget:
@@ -99,6 +105,9 @@ class DeviceTarget:
 
     def write(self, pages: PageIds, content: memoryview) -> None:
         self.pages.write_pages(pages, content)
+
+    def write_snapshot(self, snapshot: int, content: memoryview) -> None:
+        self.pages.write_snapshot(snapshot, content)
 
 
 @dataclass(frozen=True, slots=True)

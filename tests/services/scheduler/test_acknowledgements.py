@@ -4,8 +4,8 @@ from common.transfers import TransferAck, TransferId
 from services.scheduler.acknowledgements import GroupAcks
 
 
-def ack(number: int, pages: int = 8, duration_us: int = 5) -> TransferAck:
-    return TransferAck(TransferId(number), pages, duration_us)
+def ack(number: int, pages: int = 8, duration_us: int = 5, snapshots: int = 0) -> TransferAck:
+    return TransferAck(TransferId(number), pages, duration_us, snapshots)
 
 
 def test_a_single_rank_acknowledges_for_the_group() -> None:
@@ -26,6 +26,12 @@ def test_a_group_acknowledges_the_fewest_pages_and_the_longest_duration() -> Non
     acks = GroupAcks(2)
     acks.add(0, ack(1, pages=5, duration_us=70))
     assert acks.add(1, ack(1, pages=8, duration_us=20)) == ack(1, pages=5, duration_us=70)
+
+
+def test_a_group_acknowledges_the_fewest_snapshots() -> None:
+    acks = GroupAcks(2)
+    acks.add(0, ack(1, snapshots=1))
+    assert acks.add(1, ack(1, snapshots=0)) == ack(1, snapshots=0)
 
 
 def test_a_repeated_acknowledgement_does_not_count_for_another_rank() -> None:

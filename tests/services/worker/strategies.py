@@ -115,7 +115,13 @@ plans = complete(
             object_keys=tuples(st.binary(max_size=8)),
             cipher_key=st.binary(max_size=32),
             peer=st.none()
-            | complete(PeerPages, workers=tuples(NAMES), lease=st.binary(max_size=16), device_pages=arrays()),
+            | complete(
+                PeerPages,
+                workers=tuples(NAMES),
+                lease=st.binary(max_size=16),
+                device_pages=arrays(),
+                device_snapshots=arrays(),
+            ),
         )
     ),
     jumps=tuples(complete(JumpLimit, row=ROW, max_tokens=COUNT)),
@@ -162,7 +168,15 @@ results = arrays().flatmap(
         host_us=COUNT,
         error=st.none() | st.text(),
         out_of_memory=st.booleans(),
-        acks=tuples(complete(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
+        acks=tuples(
+            complete(
+                TransferAck,
+                transfer_id=st.integers(0, 2**64 - 1),
+                done_pages=COUNT,
+                duration_us=COUNT,
+                done_snapshots=COUNT,
+            )
+        ),
         embeddings=tuples(st.tuples(ROW, st.binary(max_size=8))),
         prompt_logprobs=tuples(st.tuples(ROW, spans)),
         partial=st.booleans(),

@@ -10,7 +10,7 @@ import pytest
 
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
-from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
+from common.steps import EngineCapacity, EngineSpec, RecurrentStates, SleepLevel, SleepPart, StepPlan, StepResult
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from common.types import StepId
 from protos.gen.pando.v1 import worker_pb2_grpc
@@ -49,13 +49,14 @@ class InnerEngine:
     pass_calls: None = None
     adapters: None = None
     device_pages: DevicePages | None = None
+    has_states: bool = False
     peer_copies: None = None
     images: None = None
     encoder: None = None
     calls: list[str] = field(default_factory=list)
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
-        return CAPACITY
+        return replace(CAPACITY, recurrent_states=RecurrentStates(3, 8) if self.has_states else None)
 
     def read_expert_load(self) -> None:
         self.calls.append("read_expert_load")
@@ -188,14 +189,32 @@ async def test_a_transfer_that_makes_no_sense_is_refused(bench: Bench, wrong: Tr
         bench.run(wrong)
 
 
+class Snapshots:
+    """Snapshots that are named by their numbers; `slots` were written."""
+
+    form = PageForm(((1, 8),), Span(0, 1), 1)
+
+    def __init__(self) -> None:
+        self.slots: dict[int, bytes] = {}
+
+    def read(self, snapshot: int, heads: Span) -> bytes:
+        return b"state%03d" % snapshot
+
+    def write(self, snapshot: int, content: memoryview) -> None:
+        self.slots[snapshot] = bytes(content)
+
+
 class DevicePages:
     """Device pages that are named by their numbers; `pages` were written."""
 
     form = PageForm(((1, 4),), Span(0, 1), 1)
     shared_name = None
 
-    def __init__(self) -> None:
+    def __init__(self, snapshots: Snapshots | None = None) -> None:
         self.pages: dict[int, bytes] = {}
+        self.snapshots = snapshots
+        if snapshots is not None:
+            self.form = replace(self.form, snapshot=snapshots.form)
 
     def after_passes(self) -> AfterPasses:
         return lambda: None
@@ -237,6 +256,41 @@ async def test_pages_of_another_group_arrive_on_the_device(tmp_path: Path) -> No
     assert (await bench.ack()).done_pages == 2
     assert device.pages == {1: b"d005", 3: b"d002"}
     for wrong in (arrival([5], [CAPACITY.device_pages]), arrival([5], [-1]), arrival([5, 6], [1]), arrival([], [1])):
+        with pytest.raises(InvalidPlanError):
+            bench.run(wrong)
+    await server.stop(0)
+    await bench.tier.close()
+
+
+async def test_a_snapshot_of_another_group_arrives_on_the_device_and_nowhere_else(tmp_path: Path) -> None:
+    device, address = DevicePages(Snapshots()), f"unix:{tmp_path}/worker.sock"
+    bench = Bench(InnerEngine(device_pages=device, has_states=True))
+    leases = PageLeases(lambda: DevicePages(Snapshots()))
+    leases.grant(LEASE, range(8), [6])
+    lender = WorkerService(
+        cast("Rank", SimpleNamespace(leases=leases)), cast("GrammarDesk", None), cast("PeerReader", None)
+    )
+    server = RpcServer("pando.v1.Worker", address)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, lender)
+    await server.start()
+    bench.engine.configure(SPEC, lambda *_: None)
+
+    def snapshots(slots: list[int], into: list[int], to: Transfer | None = None) -> Transfer:
+        pages = to or arrival([5], [1], address)
+        assert pages.peer is not None
+        peer = replace(pages.peer, device_snapshots=np.array(slots, np.int32))
+        return replace(pages, peer=peer, device_snapshots=np.array(into, np.int32))
+
+    bench.run(snapshots([6], [2]))
+    ack = await bench.ack()
+    assert (ack.done_pages, ack.done_snapshots) == (1, 1)
+    assert device.snapshots is not None
+    assert device.snapshots.slots == {2: b"state006"}
+    peer = PeerPages((address,), LEASE, np.array([5], np.int32))
+    to_host = Transfer(TransferId(2), TransferDirection.PEER_TO_HOST, host_pages=np.array([1], np.int32), peer=peer)
+    for wrong in (
+        snapshots([6], [3]), snapshots([6], [-1]), snapshots([6], []), snapshots([], [1]), snapshots([6], [1], to_host)
+    ):  # fmt: skip
         with pytest.raises(InvalidPlanError):
             bench.run(wrong)
     await server.stop(0)

@@ -442,19 +442,25 @@ class GrantPagesRequest(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    DEVICE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """16 random bytes."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def device_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of snapshots of recurrent states, which are kept as the pages are."""
+
     def __init__(
         self,
         *,
         lease: _builtins.bytes = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
+        device_snapshots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "device_snapshots", b"device_snapshots", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +566,57 @@ class ReadPagesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadPagesResponse: _TypeAlias = ReadPagesResponse  # noqa: Y015
+
+@_typing.final
+class ReadSnapshotRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    DEVICE_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    device_snapshot: _builtins.int
+    first_head: _builtins.int
+    """The key heads [first_head, first_head + heads) of recurrent layers, all of which this rank holds; 0 heads: all that it
+    holds.
+    """
+    heads: _builtins.int
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        device_snapshot: _builtins.int = ...,
+        first_head: _builtins.int = ...,
+        heads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_snapshot", b"device_snapshot", "first_head", b"first_head", "heads", b"heads", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSnapshotRequest: _TypeAlias = ReadSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class ReadSnapshotResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    content: _builtins.bytes
+    """The next bytes: the matrices of all layers, then the last inputs of their convolutions, and of each the requested heads."""
+    def __init__(
+        self,
+        *,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSnapshotResponse: _TypeAlias = ReadSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class MapPagesRequest(_message.Message):
@@ -1702,7 +1759,9 @@ class Transfer(_message.Message):
 
     @_builtins.property
     def device_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Between device and host: one entry per snapshot for each of the two tiers."""
+        """Between device and host: one entry per snapshot for each of the two tiers. From a peer to the device: where the peer's
+        snapshots arrive.
+        """
 
     @_builtins.property
     def host_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1736,6 +1795,7 @@ class PeerPages(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    DEVICE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1743,16 +1803,21 @@ class PeerPages(_message.Message):
 
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def device_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Snapshots of recurrent states, which are read after the pages."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[_builtins.str] | None = ...,
         lease: _builtins.bytes = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
+        device_snapshots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "device_snapshots", b"device_snapshots", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1767,6 +1832,7 @@ class TransferAck(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     DONE_PAGES_FIELD_NUMBER: _builtins.int
     DURATION_US_FIELD_NUMBER: _builtins.int
+    DONE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     done_pages: _builtins.int
     """Number of leading pages that were copied. All of them, unless the source is storage or a peer: the others are cache
@@ -1774,16 +1840,19 @@ class TransferAck(_message.Message):
     """
     duration_us: _builtins.int
     """Time of the copy itself, without queueing."""
+    done_snapshots: _builtins.int
+    """Number of leading snapshots that were copied from a peer; none unless all pages were. Between device and host: 0."""
     def __init__(
         self,
         *,
         transfer_id: _builtins.int = ...,
         done_pages: _builtins.int = ...,
         duration_us: _builtins.int = ...,
+        done_snapshots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_pages", b"done_pages", "duration_us", b"duration_us", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_pages", b"done_pages", "done_snapshots", b"done_snapshots", "duration_us", b"duration_us", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

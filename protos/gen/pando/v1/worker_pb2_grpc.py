@@ -99,6 +99,11 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.ReadPagesRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.ReadPagesResponse.FromString,
                 _registered_method=True)
+        self.ReadSnapshot = channel.unary_stream(
+                '/pando.v1.Worker/ReadSnapshot',
+                request_serializer=pando_dot_v1_dot_worker__pb2.ReadSnapshotRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.ReadSnapshotResponse.FromString,
+                _registered_method=True)
         self.MapPages = channel.unary_stream(
                 '/pando.v1.Worker/MapPages',
                 request_serializer=pando_dot_v1_dot_worker__pb2.MapPagesRequest.SerializeToString,
@@ -245,6 +250,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSnapshot(self, request, context):
+        """Returns the content of a snapshot of recurrent states under a lease. PERMISSION_DENIED: the lease has ended, or does not
+        have the snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MapPages(self, request, context):
         """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
         pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
@@ -376,6 +389,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ReadPages,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.ReadPagesRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.ReadPagesResponse.SerializeToString,
+            ),
+            'ReadSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSnapshot,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.ReadSnapshotRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.ReadSnapshotResponse.SerializeToString,
             ),
             'MapPages': grpc.unary_stream_rpc_method_handler(
                     servicer.MapPages,
@@ -769,6 +787,33 @@ class Worker(object):
             '/pando.v1.Worker/ReadPages',
             pando_dot_v1_dot_worker__pb2.ReadPagesRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.ReadPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pando.v1.Worker/ReadSnapshot',
+            pando_dot_v1_dot_worker__pb2.ReadSnapshotRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.ReadSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -74,6 +74,10 @@ class WorkerStub:
     """Ends a lease: once this has returned, none of its pages is read any more."""
     ReadPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]
     """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
+    ReadSnapshot: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadSnapshotRequest, _worker_pb2.ReadSnapshotResponse]
+    """Returns the content of a snapshot of recurrent states under a lease. PERMISSION_DENIED: the lease has ended, or does not
+    have the snapshot.
+    """
     MapPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.MapPagesRequest, _worker_pb2.MapPagesResponse]
     """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
     pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
@@ -150,6 +154,10 @@ class WorkerAsyncStub(WorkerStub):
     """Ends a lease: once this has returned, none of its pages is read any more."""
     ReadPages: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]  # type: ignore[assignment]
     """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
+    ReadSnapshot: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadSnapshotRequest, _worker_pb2.ReadSnapshotResponse]  # type: ignore[assignment]
+    """Returns the content of a snapshot of recurrent states under a lease. PERMISSION_DENIED: the lease has ended, or does not
+    have the snapshot.
+    """
     MapPages: _aio.UnaryStreamMultiCallable[_worker_pb2.MapPagesRequest, _worker_pb2.MapPagesResponse]  # type: ignore[assignment]
     """Lends the memory of this rank's pages to a worker of the same host and user, or over NIXL to one on any host, which reads
     pages of its leases there. The memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
@@ -301,6 +309,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadPagesResponse], _abc.AsyncIterator[_worker_pb2.ReadPagesResponse]]:
         """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
+
+    @_abc_1.abstractmethod
+    def ReadSnapshot(
+        self,
+        request: _worker_pb2.ReadSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadSnapshotResponse], _abc.AsyncIterator[_worker_pb2.ReadSnapshotResponse]]:
+        """Returns the content of a snapshot of recurrent states under a lease. PERMISSION_DENIED: the lease has ended, or does not
+        have the snapshot.
+        """
 
     @_abc_1.abstractmethod
     def MapPages(

@@ -396,7 +396,7 @@ class FakeDevicePages:
     def __init__(self, page_bytes: int) -> None:
         # All ranks hold the one head.
         self.form = PageForm(((1, page_bytes),), Span(0, 1), 1)
-        self.shared_name = None
+        self.shared_name = self.snapshots = None
 
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return bytes(self.form.bytes_of(heads) * len(pages))

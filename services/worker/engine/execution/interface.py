@@ -93,6 +93,10 @@ class DevicePageBytes(Protocol):
         """
 
     @property
+    def snapshots(self) -> SnapshotBytes | None:
+        """Snapshots of the states after pages; None: there are no recurrent layers."""
+
+    @property
     def shared_name(self) -> bytes | None:
         """Name of the memory that `lend` has returned."""
 
@@ -109,6 +113,23 @@ class DevicePageBytes(Protocol):
 
     def take_back(self, recall: Callable[[], None]) -> None:
         """Note that the worker that `recall` belongs to has unmapped the memory."""
+
+
+class SnapshotBytes(Protocol):
+    """Snapshots of recurrent states as bytes, laid out as those of the host tier; to and from workers of other groups.
+
+    The methods' callers are bound as those of `DevicePageBytes` are.
+    """
+
+    @property
+    def form(self) -> PageForm:
+        """Where key heads lie in a snapshot."""
+
+    def read(self, snapshot: int, heads: Span) -> bytes:
+        """Return a copy of some heads of a snapshot; nothing once the model has been closed."""
+
+    def write(self, snapshot: int, content: memoryview) -> None:
+        """Overwrite a snapshot, and wait until that is done. Once the model has been closed, nothing is written."""
 
 
 class PeerPageCopies(Protocol):

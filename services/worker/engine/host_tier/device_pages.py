@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.host_tier.cuda_sharing import CudaSharing
+from services.worker.engine.host_tier.device_snapshots import DeviceSnapshots, snapshot_form
 from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.host_tier.pool import host_page_shape
 from services.worker.engine.host_tier.shared_pages import Borrowers, SharedPages, SharingError, share_pages
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from services.worker.engine.host_tier.nixl_agents import NixlAgents, NixlLoan
     from services.worker.engine.host_tier.shared_pages import MemorySharing
     from services.worker.engine.kernels.interface import AttentionShape
+    from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.parallel.shards import ModelShard
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +38,24 @@ log = logging.getLogger(__name__)
 STAGED_PAGES = 8
 
 
+def rank_form(
+    pool: KvPool, layout: KvLayout, shape: AttentionShape, shard: ModelShard, config: ModelConfig
+) -> PageForm | None:
+    """Return where a rank's heads lie in its pages, and in snapshots if it has any; None if layers have other pages."""
+    form = page_form_of(pool, layout, shape, shard.kv_heads, config.kv_heads)
+    if form is None or pool.states is None or shard.state_heads is None or config.recurrent is None:
+        return form
+    return replace(form, snapshot=snapshot_form(pool.states, shard.state_heads, config.recurrent.key_heads))
+
+
 def page_form_of(
     pool: KvPool, layout: KvLayout, shape: AttentionShape, kv_heads: Span, total_heads: int
 ) -> PageForm | None:
-    """Return where this rank's `kv_heads` lie in pages of `pool`; None if layers have other pages or states.
+    """Return where this rank's `kv_heads` lie in pages of `pool`; None if layers have other pages.
 
     In layers with other numbers of heads, each of `kv_heads` stands for as many of theirs.
     """
-    if pool.window_pages or pool.states is not None:
+    if pool.window_pages:
         return None
     pages = [tensor[0] for layer in pool.layers for tensor in layer.stored]
     if shape.latent_dim is not None:
@@ -70,6 +84,9 @@ class DevicePages:
         far as these are there.
         """
         self.form = form
+        self.snapshots: DeviceSnapshots | None = None
+        if pool.states is not None and form.snapshot is not None:
+            self.snapshots = DeviceSnapshots(pool.states, form.snapshot)
         self._sharing = sharing if len(form.parts) == 1 else None
         self._nixl = nixl if len(form.parts) == 1 else None
         self._name = secrets.token_bytes(16)
@@ -146,6 +163,8 @@ class DevicePages:
         """Let go of the pool, once what is under way has ended and other processes have unmapped its memory."""
         if not self._borrowers.close():
             log.warning("a worker of another group keeps memory of this one mapped")
+        if self.snapshots is not None:
+            self.snapshots.close()
         with self._lock:
             # Before the memory goes: a late read would find something else there, or nothing.
             if self._loan is not None:

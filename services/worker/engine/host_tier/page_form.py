@@ -20,12 +20,14 @@ class PageForm:
     """A rank's pages: some number of times its heads one after the other, each of some bytes.
 
     `parts` are these two numbers, for each run of layers that are alike. `held` are the rank's heads among the model's
-    `total`. With latent attention there is one, which all ranks hold.
+    `total`. With latent attention there is one, which all ranks hold. With recurrent layers, `snapshot` is the form of
+    a snapshot of their states, by their key heads.
     """
 
     parts: tuple[tuple[int, int], ...]
     held: Span
     total: int
+    snapshot: PageForm | None = None
 
     @property
     def page_bytes(self) -> int:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.worker.engine.execution.interface import AfterPasses
+    from services.worker.engine.execution.interface import AfterPasses, SnapshotBytes
 
 
 class UnwrittenPages:
     """Nothing arrives in these pages."""
+
+    snapshots: SnapshotBytes | None = None
 
     def after_passes(self) -> AfterPasses | None:
         raise AssertionError("nothing is written")

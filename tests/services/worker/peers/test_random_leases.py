@@ -1,6 +1,6 @@
 """Random leases: calls that are late, repeated or unanswered, and readers and schedulers that die.
 
-What a reader may use is always what was granted, and pages are free only once nothing reads them.
+What a reader may use is always what was granted, and pages and snapshots are free only once nothing reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from services.worker.peers.leases import Permission
 
 PAGES = 64
-STEPS = 400
+# These follow the pages in what holds their contents, and in what is free.
+SNAPSHOTS = 16
+STEPS = 600
 MEMORY = b"m" * 16
 
 
@@ -37,6 +39,22 @@ class Read:
     life: int
     pages: frozenset[int]
     gate: threading.Event
+
+
+class Snapshots:
+    """Snapshots of a `Device`."""
+
+    form = PageForm(((1, 64),), Span(0, 1), 1)
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def read(self, snapshot: int, heads: Span) -> bytes:
+        number = self._device.number_of(PAGES + snapshot)
+        return number.to_bytes(4, "little") * (self.form.page_bytes // 4)
+
+    def write(self, snapshot: int, content: memoryview) -> None:
+        raise AssertionError("nothing is written")
 
 
 class Device(UnwrittenPages):
@@ -53,11 +71,20 @@ class Device(UnwrittenPages):
         self.content = content
         self.reads = reads
         self.life = life
+        self.snapshots = Snapshots(self)
 
-    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
-        read = Read(self.life, frozenset(pages), threading.Event())
+    def number_of(self, place: int) -> int:
+        """Return what a page or a snapshot holds, after a while."""
+        self._wait([place])
+        return self.content[place]
+
+    def _wait(self, places: Sequence[int]) -> None:
+        read = Read(self.life, frozenset(places), threading.Event())
         self.reads.append(read)
         assert read.gate.wait(20)
+
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        self._wait(pages)
         return b"".join(self.content[page].to_bytes(4, "little") * (self.form.page_bytes // 4) for page in pages)
 
     def lend(self, recall: Callable[[], None], *, is_here: bool = True, reads_over_nixl: bool = False) -> None:
@@ -75,6 +102,14 @@ class Loan:
     name: bytes
     pages: list[int] = field(default_factory=list)
     granted: int = 0
+    # A snapshot that it holds, and whether readers know it.
+    snapshot: int | None = None
+    has_granted_snapshot: bool = False
+
+    @property
+    def places(self) -> set[int]:
+        """What it holds, pages and snapshot."""
+        return set(self.pages) | (set() if self.snapshot is None else {PAGES + self.snapshot})
 
 
 @dataclass(slots=True, eq=False)
@@ -94,11 +129,12 @@ class Lives:
     """One worker's leases, the scheduler that grants them, and readers of other groups."""
 
     def __init__(self, seed: int) -> None:
-        self.confirmed = self.refused_grants = self.ended = 0
+        self.confirmed = self.refused_grants = self.ended = self.confirmed_snapshots = 0
         self._random = random.Random(seed)
-        self._device = Device([0] * PAGES, [], 0)
+        self._device = Device([0] * (PAGES + SNAPSHOTS), [], 0)
         self._leases = PageLeases(lambda: self._device, ReaderWaits(60, 0.01, 60))
         self._free = set(range(PAGES))
+        self._free_snapshots = set(range(SNAPSHOTS))
         self._loans: dict[int, Loan] = {}
         self._number = 0
         # Calls that have been sent and have not arrived.
@@ -111,6 +147,7 @@ class Lives:
 
     async def live(self) -> None:
         actions = [self._lend, self._lend, self._extend, self._end, self._read, self._read, self._follow]
+        actions += [self._extend_by_snapshot] * 2 + [self._read_snapshot] * 3
         actions += [self._arrive] * 4 + [self._go_on] * 4 + [self._copy] * 4
         actions += [self._say, self._give_up, self._kill_reader, self._kill_scheduler]
         try:
@@ -135,6 +172,7 @@ class Lives:
         assert not self._failed, self._failed
         assert not self._leases
         assert self._free == set(range(PAGES))
+        assert self._free_snapshots == set(range(SNAPSHOTS))
 
     def _start(self, tasks: set[asyncio.Task[None]], call: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(call)
@@ -179,6 +217,27 @@ class Lives:
 
         self._send(grant)
 
+    async def _extend_by_snapshot(self) -> None:
+        """Send a grant of a free snapshot, alone, once or several times."""
+        loans = [loan for loan in self._loans.values() if loan.snapshot is None]
+        if not loans or not self._free_snapshots:
+            return
+        loan, slot = self._random.choice(loans), self._random.choice(sorted(self._free_snapshots))
+        self._free_snapshots.remove(slot)
+        self._device.content[PAGES + slot] = loan.number
+        loan.snapshot = slot
+
+        async def grant() -> None:
+            try:
+                self._leases.grant(loan.name, (), [slot])
+            except PermissionDeniedError:
+                assert loan.number not in self._loans
+                self.refused_grants += 1
+                return
+            loan.has_granted_snapshot = self._random.random() < 0.9
+
+        self._send(grant)
+
     async def _end(self) -> None:
         if self._loans:
             self._revoke(self._random.choice(list(self._loans.values())))
@@ -189,12 +248,14 @@ class Lives:
 
         async def revoke() -> None:
             await self._leases.revoke(loan.name)
-            assert not self._being_read() & set(loan.pages), "pages are free that are being read"
+            assert not self._being_read() & loan.places, "pages or snapshots are free that are being read"
             self._free |= set(loan.pages)
-            for page in loan.pages:
-                self._device.content[page] = 0
+            if loan.snapshot is not None:
+                self._free_snapshots.add(loan.snapshot)
+            for place in loan.places:
+                self._device.content[place] = 0
             self.ended += bool(loan.pages)
-            loan.pages = []
+            loan.pages, loan.snapshot = [], None
 
         self._send(revoke)
 
@@ -235,6 +296,23 @@ class Lives:
                     self._confirm(loan, int.from_bytes(part[first : first + 4], "little"))
         except PermissionDeniedError:
             pass
+
+    async def _read_snapshot(self) -> None:
+        lent = [loan for loan in self._loans.values() if loan.has_granted_snapshot]
+        if lent:
+            loan = self._random.choice(lent)
+            assert loan.snapshot is not None
+            self._start(self._readers, self._receive_snapshot(loan, loan.snapshot))
+
+    async def _receive_snapshot(self, loan: Loan, snapshot: int) -> None:
+        try:
+            parts = [part async for part in self._leases.read_snapshot(loan.name, snapshot)]
+        except PermissionDeniedError:
+            return
+        assert sum(map(len, parts)) in (0, Snapshots.form.page_bytes)
+        for part in parts:
+            self._confirm(loan, int.from_bytes(part[:4], "little"))
+        self.confirmed_snapshots += bool(parts)
 
     def _confirm(self, loan: Loan, content: int) -> None:
         assert content == loan.number, "content of another lease"
@@ -313,8 +391,8 @@ class Lives:
             await asyncio.gather(*self._calls, return_exceptions=True)
             self._leases.revoke_all()
             self._loans.clear()
-            self._free = set(range(PAGES))
-            self._device.content[:] = [0] * PAGES
+            self._free, self._free_snapshots = set(range(PAGES)), set(range(SNAPSHOTS))
+            self._device.content[:] = [0] * (PAGES + SNAPSHOTS)
             self._device = Device(self._device.content, self._device.reads, self._device.life + 1)
 
 
@@ -322,13 +400,15 @@ class Lives:
     "seeds", [range(10), *(pytest.param(range(n, n + 25), marks=pytest.mark.extended) for n in range(10, 110, 25))]
 )
 async def test_pages_are_read_under_their_lease_only_and_free_after_it(seeds: range) -> None:
-    confirmed = refused = ended = 0
+    confirmed = refused = ended = snapshots = 0
     for seed in seeds:
         lives = Lives(seed)
         async with asyncio.timeout(60):
             await lives.live()
         confirmed, refused, ended = confirmed + lives.confirmed, refused + lives.refused_grants, ended + lives.ended
+        snapshots += lives.confirmed_snapshots
     assert confirmed > 100
+    assert snapshots > 10
     assert refused > 10
     assert ended > 100
 
