@@ -191,13 +191,13 @@ class RankConnection:
                     self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=percent)
         raise RankLostError(f"rank {spec.rank} ended Configure without a capacity")
 
-    async def grant_pages(self, lease: bytes, pages: Iterable[int]) -> None:
-        """Let workers of other groups read pages under a lease.
+    async def grant_pages(self, lease: bytes, pages: Iterable[int], snapshots: Iterable[int] = ()) -> None:
+        """Let workers of other groups read pages and snapshots under a lease.
 
         Raises:
             PandoError: the rank is unreachable.
         """
-        request = worker_pb2.GrantPagesRequest(lease=lease, device_pages=pages)
+        request = worker_pb2.GrantPagesRequest(lease=lease, device_pages=pages, device_snapshots=snapshots)
         await answered(self._stub.GrantPages(request, timeout=STATE_TIMEOUT_S))
 
     async def revoke_pages(self, lease: bytes) -> None:

@@ -157,6 +157,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     device_pages=part.pages,
                     cached_tokens=part.cached_tokens,
                     is_last=part.is_last,
+                    device_snapshot=part.snapshot,
                 )
 
     async def SetRole(  # noqa: N802

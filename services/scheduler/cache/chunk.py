@@ -71,6 +71,17 @@ class ChunkCache:
     ) -> PrefixLock:
         return self.commit_nothing(view)
 
+    def commit_pages(
+        self,
+        view: View,
+        token_ids: TokenIds,
+        *,
+        may_promote: bool = True,
+        priority: int = 0,
+        session: str | None = None,
+    ) -> PrefixLock:
+        return self.commit_nothing(view)
+
     def commit_nothing(self, view: View) -> PrefixLock:
         lock = PrefixLock(LockId(self._next_lock), view, 0, _NO_PAGES)
         self._next_lock += 1

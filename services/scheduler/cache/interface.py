@@ -131,6 +131,20 @@ class PrefixCache(Protocol):
             session: The session that the request belongs to, so that the session can be forgotten alone.
         """
 
+    def commit_pages(
+        self,
+        view: View,
+        token_ids: TokenIds,
+        *,
+        may_promote: bool = True,
+        priority: int = 0,
+        session: str | None = None,
+    ) -> PrefixLock:
+        """Do as `commit` for a prompt whose other pages come from another group; it counts no hit.
+
+        The lock also covers pages after which no row can continue, for want of a snapshot or of window pages.
+        """
+
     def commit_nothing(self, view: View) -> PrefixLock:
         """Return a lock for a row that may neither read nor extend the cache; `insert` through it keeps nothing."""
 

@@ -149,23 +149,28 @@ class RadixCache:
         key = PagedKey(token_ids, self.page_size)
         whole = self._match(account, key, len(token_ids))
         match, resumption = self._usable(whole, account)
-        node = self._end_of(match)
-        pages = self.store.tree.path_pages(node, self.store.tree.root)
-        if self.snapshots is not None:
-            self.snapshots.touch(pages, account)
-            if self.host is not None and self.host.states is not None:
-                self.host.states.touch(node, account)
-        self.store.lock_path(node, self.store.tree.root)
+        node, pages = self._lock_match(match, account)
         if self._is_user_aware and not repeated:
             self._detector.count(node, account, key, match.pages)
         locked = LockedPath(account, node, may_promote, sessions=None if session is None else frozenset((session,)))
-        tag_path(locked)
-        if self._has_priorities:
-            locked.priority = priority
-            self._inserter.raise_priority(node, priority)
-        self.store.allocator.retain(pages)
-        lock = self.locks.open(locked, view, pages, self.store.tree.shared_pages(node))
+        lock = self._open_lock(view, locked, pages, priority)
         return lock if resumption is None else replace(lock, resumption=resumption)
+
+    def commit_pages(
+        self,
+        view: View,
+        token_ids: TokenIds,
+        *,
+        may_promote: bool = True,
+        priority: int = 0,
+        session: str | None = None,
+    ) -> PrefixLock:
+        """Match, lock, revive and touch the longest cached prefix; see `PrefixCache.commit_pages`."""
+        account = self.store.accounts.open(self._scope(view), self.store.epoch)
+        match = self._match(account, PagedKey(token_ids, self.page_size), len(token_ids))
+        node, pages = self._lock_match(match, account)
+        locked = LockedPath(account, node, may_promote, sessions=None if session is None else frozenset((session,)))
+        return self._open_lock(view, locked, pages, priority)
 
     def commit_nothing(self, view: View) -> PrefixLock:
         """Return an empty lock, through which nothing is inserted."""
@@ -411,6 +416,27 @@ class RadixCache:
             yield self.store.snapshot(node, depth)
 
     # --- helpers ---
+
+    def _lock_match(self, match: PrefixMatch, account: Account) -> tuple[Node, PageIds]:
+        """Lock the path of a match, and touch its snapshots; return its end and its pages."""
+        node = self._end_of(match)
+        pages = self.store.tree.path_pages(node, self.store.tree.root)
+        if self.snapshots is not None:
+            self.snapshots.touch(pages, account)
+            if self.host is not None and self.host.states is not None:
+                self.host.states.touch(node, account)
+        self.store.lock_path(node, self.store.tree.root)
+        return node, pages
+
+    def _open_lock(self, view: View, locked: LockedPath, pages: PageIds, priority: int) -> PrefixLock:
+        node = locked.node
+        assert node is not None, "the path is in the tree"
+        tag_path(locked)
+        if self._has_priorities:
+            locked.priority = priority
+            self._inserter.raise_priority(node, priority)
+        self.store.allocator.retain(pages)
+        return self.locks.open(locked, view, pages, self.store.tree.shared_pages(node))
 
     def _viewer(self, view: View) -> Account:
         return self.store.accounts.view(self._scope(view))

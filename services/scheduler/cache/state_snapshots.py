@@ -41,7 +41,7 @@ class SnapshotEntry:
     uses: int = 0
     queued: int = 0
     pins: int = 0
-    # Open copies to the other tier, which read the slot: it is neither evicted nor given to others meanwhile.
+    # Open copies and leases that read the slot: it is neither evicted nor given to others meanwhile.
     readers: int = 0
     # On the device: whether a copy on the host is to be made when the node's is, or is used for the next time.
     wants_copy: bool = True
@@ -82,7 +82,7 @@ class StateSnapshots:
 
     @property
     def moving(self) -> int:
-        """Slots that belong to neither pages nor rows, but to open copies between the tiers."""
+        """Slots that belong to neither pages nor rows, but to open copies, or to leases of what has been dropped."""
         return len(self._moving)
 
     # --- of rows ---
@@ -124,15 +124,31 @@ class StateSnapshots:
         entry = self._keep(page, source.owner.scope, slot, source.owner)
         entry.wants_copy = False
 
+    def settle(self, page: int, scope: Scope, slot: SnapshotSlot) -> None:
+        """Let a slot that was filled from elsewhere belong to a page; it is freed if the owner has one there."""
+        self._moving.remove(slot)
+        self._keep(page, scope, slot)
+
     def cancel(self, slot: SnapshotSlot) -> None:
         """Free a slot for a copy that is not wanted any more."""
         self._moving.remove(slot)
         self._free.append(slot)
 
     def lend(self, entry: SnapshotEntry) -> None:
-        """Let a copy read a snapshot until `give_back`."""
+        """Let a copy or a lease read a snapshot until `give_back`."""
         entry.readers += 1
         self._queue.discard(entry)
+
+    def try_lend_last(self, pages: PageIds, scope: Scope) -> SnapshotEntry | None:
+        """Let others read the snapshot after the last of `pages`, in the view of `scope`, until `give_back`.
+
+        None: the view has none there.
+        """
+        depth, entry = self.deepest(pages, self._accounts.view(scope))
+        if entry is None or depth < len(pages):
+            return None
+        self.lend(entry)
+        return entry
 
     def give_back(self, entry: SnapshotEntry) -> None:
         """Undo `lend`; a slot whose snapshot has been dropped meanwhile becomes free."""

@@ -86,15 +86,17 @@ class LoadCosts:
             return True
         return self._storage_s(tokens, reads) < tokens / self._prefill.value
 
-    def peer_pays(self) -> bool:
+    def peer_pays(self, tokens: int = 1, copied_tokens: int = 1) -> bool:
         """Return whether pages come from another group's workers, and from the host, faster than they are computed.
 
+        For `tokens` tokens, the memory of `copied_tokens` is read: more if states of recurrent layers come with them.
         True while the rates have not been measured.
         """
         if not self._prefill.value or not self._peer.value:
             return True
         load_s = 1 / self._load.value if self._load.value else 0.0
-        return self._bytes_per_token * (1 / self._peer.value + load_s) < 1 / self._prefill.value
+        copied_s = copied_tokens * self._bytes_per_token * (1 / self._peer.value + load_s)
+        return copied_s < tokens / self._prefill.value
 
     def prefill_s(self, tokens: int) -> float:
         """Return the time to compute `tokens` tokens; 0 while that has not been measured."""

@@ -11,7 +11,7 @@ from common.types import CacheMode
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from common.types import TokenIds
+    from common.types import SnapshotSlot, TokenIds
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.types import PrefixLock
@@ -36,12 +36,13 @@ class DevicePlace:
     """Holds what a row that computed the prompt here would hold; see `ArrivalPlace`.
 
     That is a lock on what the view has cached of it, and a reference on each page of `table`: of the cached prefix, and
-    then of the pages into which the others arrive.
+    then of the pages into which the others arrive. With recurrent layers, a slot awaits the states after them.
     """
 
     def __init__(self, memory: DeviceMemory, sequence: Sequence, prompt: TokenIds) -> None:
         """Have no pages yet, for a waiting sequence, and ids by which the cache knows its prompt."""
         self.table: PageIds = NO_PAGES
+        self.snapshot: SnapshotSlot | None = None
         self._memory = memory
         self._sequence = sequence
         self._prompt = prompt
@@ -57,11 +58,13 @@ class DevicePlace:
         is_reading = self._sequence.fetch is not None and not self._sequence.fetch.is_done
         if is_reading or end - first + spare_pages > memory.available_pages:
             return False
-        lock = memory.cache.commit(
+        slot, snapshots = None, memory.cache.snapshots
+        if snapshots is not None and (slot := snapshots.try_reserve()) is None:
+            return False
+        lock = memory.cache.commit_pages(
             self._sequence.request.view,
             # Also where that ends within an image: the pages that follow are of the same one.
             self._prompt[: first * memory.cache.page_size + 1],
-            repeated=True,
             may_promote=options.cache_mode is not CacheMode.PRIVATE,
             priority=options.priority,
             session=options.session,
@@ -73,8 +76,10 @@ class DevicePlace:
         if pages is None:
             memory.cache.release(lock)
             memory.allocator.release(lock.pages)
+            if snapshots is not None and slot is not None:
+                snapshots.cancel(slot)
             return False
-        self._lock, self.table = lock, np.concatenate([lock.pages, pages])
+        self._lock, self.table, self.snapshot = lock, np.concatenate([lock.pages, pages]), slot
         return True
 
     def pages(self, first: int, end: int) -> PageIds:
@@ -93,7 +98,20 @@ class DevicePlace:
             memory.allocator.exchange(insertion.duplicates, insertion.canonical)
         return kept
 
+    def attach_snapshot(self, pages: int) -> None:
+        view, snapshots = self._sequence.request.view, self._memory.cache.snapshots
+        scope = self._memory.cache.view_of(view)
+        assert snapshots is not None, "there is a slot"
+        assert self.snapshot is not None, "it is attached once"
+        assert scope is not None, "the cache keeps what has arrived"
+        snapshots.settle(int(self.table[pages - 1]), scope, self.snapshot)
+        self.snapshot = None
+
     def close(self) -> None:
+        snapshots = self._memory.cache.snapshots
+        if snapshots is not None and self.snapshot is not None:
+            snapshots.cancel(self.snapshot)
+            self.snapshot = None
         if self._lock is not None:
             self._memory.cache.release(self._lock)
             self._memory.allocator.release(self.table)

@@ -1,4 +1,4 @@
-"""Pages that stay in memory because other groups read them."""
+"""Pages that stay in memory because other groups read them, and snapshots of the states after them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from common.types import TokenIds, View
+    from common.types import SnapshotSlot, TokenIds, View
+    from services.scheduler.cache.state_snapshots import SnapshotEntry
     from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.memory import KvMemory
 
@@ -25,6 +26,7 @@ class Exports:
         self.generation = 0
         self._memory = memory
         self._pins: dict[bytes, list[PrefixLock]] = defaultdict(list)
+        self._lent: dict[bytes, SnapshotEntry] = {}
 
     def __len__(self) -> int:
         """Return the number of leases with pins or pages."""
@@ -39,16 +41,27 @@ class Exports:
             self._pins[lease].append(pin)
         return pin
 
+    def lend_state(self, lease: bytes) -> SnapshotSlot | None:
+        """Keep the snapshot after all pages of a lease's latest pin, once for a lease; return its slot, or None."""
+        pins = self._pins.get(lease)
+        entry = self._memory.try_lend_state(pins[-1]) if pins and lease not in self._lent else None
+        if entry is None:
+            return None
+        self._lent[lease] = entry
+        return entry.slot
+
     def keep(self, lease: bytes, pages: PageIds) -> None:
         """Hold pages that are not in the cache, once for a lease, and that a row has now."""
         self._pins.setdefault(lease, [])
         self._memory.hold(lease, pages)
 
     def release(self, lease: bytes) -> None:
-        """Release a lease's pins and pages, if it has any."""
+        """Release a lease's pins, pages and snapshot, if it has any."""
         for pin in self._pins.pop(lease, ()):
             self._memory.unpin(pin)
         self._memory.let_go(lease)
+        if lease in self._lent:
+            self._memory.take_back_state(self._lent.pop(lease))
 
     def lose_all(self) -> None:
         """Drop all pins because their memory is gone."""

@@ -132,13 +132,14 @@ class LoadBack:
         lacks_images = self._lacks_images(sequence)
         if lacks_images:
             min_tokens = 1
-        elif len(sequence.token_ids) < min_tokens or not self._may_ask_peer(sequence.arrived_at):
+        elif len(sequence.token_ids) < min_tokens or not self._may_ask_peer(sequence):
             return None
         use = PromptUse(options.cache_mode is not CacheMode.PRIVATE, options.session)
         # Not what has been generated before a resume, which is no evidence.
         prompt = sequence.key_of(request.token_ids)
         place = self._place_for(sequence, prompt)
-        has_tail = lacks_images and sequence.has_image_tail(self._page_size)
+        # The states after a tail are not kept.
+        has_tail = lacks_images and self.host.states is None and sequence.has_image_tail(self._page_size)
         sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, place, has_tail=has_tail)
         if sequence.remote is not None:
             self._remote[sequence.handle] = sequence
@@ -163,9 +164,10 @@ class LoadBack:
         match = self.host.find(sequence.request.view, sequence.cacheable_ids)
         return sequence.image_spans[-1][1] > match.device_tokens + match.host_tokens
 
-    def _may_ask_peer(self, now: float) -> bool:
+    def _may_ask_peer(self, sequence: Sequence) -> bool:
         """Whether a prompt is left to another group: where that pays, and now and then to measure it again."""
-        if self.costs.peer_pays():
+        now = sequence.arrived_at
+        if self._peer_pays(sequence):
             self._peer_pause_s = PEER_MEASURED_S
             return True
         if now - self._asked_peer_at >= self._peer_pause_s:
@@ -173,6 +175,14 @@ class LoadBack:
             return True
         self._skipped_peers += 1
         return self._skipped_peers >= PEER_MEASURED_ONE_IN
+
+    def _peer_pays(self, sequence: Sequence) -> bool:
+        if self.host.states is None:
+            return self.costs.peer_pays()
+        ids = sequence.cacheable_ids
+        match = self.host.find(sequence.request.view, ids)
+        missing = len(ids) - match.device_tokens - match.host_tokens
+        return self.costs.peer_pays(missing, missing + self.host.snapshot_pages * self._page_size)
 
     @property
     def reserved(self) -> list[Sequence]:
@@ -263,7 +273,8 @@ class LoadBack:
             self.loading_tokens -= tokens
             self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
         elif transfer.direction.is_from_peer:
-            tokens, beside_others = ack.done_pages * self._page_size, self.host.peers.is_reading
+            pages = ack.done_pages + ack.done_snapshots * self.host.snapshot_pages
+            tokens, beside_others = pages * self._page_size, self.host.peers.is_reading
             self.costs.saw_peer_read(tokens, ack.duration_us / 1e6, beside_others=beside_others)
         elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
             tokens = ack.done_pages * self._page_size

@@ -359,6 +359,18 @@ class KvMemory:
             self.states.pool.unpin(entry)
         self._give_up(lock)
 
+    def try_lend_state(self, lock: PrefixLock) -> SnapshotEntry | None:
+        """Let others read the states after a pin's pages until `take_back_state`; None: no snapshot has them."""
+        scope = self.cache.view_of(lock.view)
+        if self.states is None or scope is None:
+            return None
+        return self.states.pool.try_lend_last(lock.pages, scope)
+
+    def take_back_state(self, entry: SnapshotEntry) -> None:
+        """Undo `try_lend_state`."""
+        assert self.states is not None, "it was lent"
+        self.states.pool.give_back(entry)
+
     def hold(self, name: bytes, pages: PageIds) -> None:
         """Hold a reference on each of some pages that a row has, until `let_go`."""
         assert name not in self._held, "pages are held once under a name"

@@ -66,7 +66,7 @@ class PrefillClient:
         request, loads = sequence.request, core.memory.loads
         options = request.options
         is_plain = options.pooling is None and options.prompt_logprobs is None
-        if not request.prefill_group or not is_plain or loads is None or core.memory.windows or core.memory.states:
+        if not request.prefill_group or not is_plain or loads is None or core.memory.windows:
             return
         fetch = loads.await_peer(sequence, self._min_tokens)
         if fetch is None:
@@ -147,6 +147,8 @@ class PrefillClient:
                 raise UnavailableError(f"nothing was computed for {patience_s:.1f} s, so computing here is faster")
             fetch.found_tokens = message.cached_tokens
             fetch.offer(message.workers, message.lease, message.device_pages)
+            if message.HasField("device_snapshot"):
+                fetch.offer_snapshot(message.device_snapshot)
             if message.is_last:
                 fetch.complete(self._loop.now)
             self._loop.wake()

@@ -1,4 +1,4 @@
-"""Computes prompts for other groups, and keeps their pages until those have read them."""
+"""Computes prompts for other groups, and keeps their pages, and the states after them, until those have read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from common.steps import PageIds
-    from common.types import Finish, ScheduleRequest
+    from common.types import Finish, ScheduleRequest, SnapshotSlot, TokenIds
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.sequence import Sequence as EngineSequence
     from services.scheduler.group import WorkerGroup
@@ -44,6 +44,8 @@ class PrefillPart:
     pages: tuple[int, ...]
     cached_tokens: int
     is_last: bool
+    # With the last part: of the recurrent states after all pages.
+    snapshot: SnapshotSlot | None = None
 
 
 @dataclass(slots=True)
@@ -118,7 +120,8 @@ class PrefillServer:
             if progress.finish is None or progress.finish.error is not None:
                 raise UnavailableError("the prompt was not computed here")
             pages = (*await lease.extend(), *await lease.add(progress.tail))
-            yield replace(part, pages=pages, cached_tokens=lease.cached_tokens, is_last=True)
+            snapshot = await lease.add_state()
+            yield replace(part, pages=pages, cached_tokens=lease.cached_tokens, is_last=True, snapshot=snapshot)
             await asyncio.sleep(LEASE_S)
             self._log.warning("prefill.lease_expired", request_id=request.request_id)
         finally:
@@ -167,6 +170,8 @@ class _Lease:
             return ()
         # One more id than is wanted, as the cache never matches the last.
         ids = self._sequence.key_of(self.request.token_ids)[: end * self.core.memory.cache.page_size + 1]
+        if self.core.memory.states is not None and not self._has_more(ids):
+            return ()
         options = self.request.options
         pin = self.core.exports.pin(self.name, self.request.view, ids, options.priority, options.session)
         new = () if pin is None else tuple(pin.pages[self._pages :].tolist())
@@ -182,11 +187,27 @@ class _Lease:
         whole = (len(self.request.token_ids) - 1) // self.core.memory.cache.page_size
         return await self._grant(tail) if self._pages == whole else ()
 
-    async def _grant(self, new: tuple[int, ...]) -> tuple[int, ...]:
-        if new:
+    async def add_state(self) -> SnapshotSlot | None:
+        """Let the snapshot be read of the states after all pages so far; return it, or None if there is none.
+
+        Raises:
+            UnavailableError: a worker was lost, and the snapshot with it.
+        """
+        slot = self.core.exports.lend_state(self.name)
+        if slot is not None:
+            await self._grant((), (slot,))
+        return slot
+
+    def _has_more(self, ids: TokenIds) -> bool:
+        """Whether a row could continue after more pages than are lent; others are of no use."""
+        cache = self.core.memory.cache
+        return cache.peek(self.request.view, ids) > self._pages * cache.page_size
+
+    async def _grant(self, new: tuple[int, ...], snapshots: tuple[SnapshotSlot, ...] = ()) -> tuple[int, ...]:
+        if new or snapshots:
             self._has_granted = True
             try:
-                await asyncio.gather(*(rank.grant_pages(self.name, new) for rank in self._ranks))
+                await asyncio.gather(*(rank.grant_pages(self.name, new, snapshots) for rank in self._ranks))
             except PandoError as error:
                 raise UnavailableError("a worker was lost", retry_after_ms=1000) from error
         return new

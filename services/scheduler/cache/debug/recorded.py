@@ -134,6 +134,18 @@ class RecordedCache:
             self._recorder.open(lock, len(token_ids))
         return lock
 
+    def commit_pages(
+        self,
+        view: View,
+        token_ids: TokenIds,
+        *,
+        may_promote: bool = True,
+        priority: int = 0,
+        session: str | None = None,
+    ) -> PrefixLock:
+        """Raise an error: caches that are recorded read no pages of other groups."""
+        raise NotImplementedError("pages of other groups are not recorded")
+
     def commit_nothing(self, view: View) -> PrefixLock:
         """Record the view, and the empty lock."""
         given = {"view": list(scope_of(view))}

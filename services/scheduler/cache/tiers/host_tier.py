@@ -60,7 +60,7 @@ class HostTier:
         device_snapshots = store.allocator.snapshots
         if device_snapshots is not None:
             self.states = StateCopies(store, self.pages, device_snapshots, config.snapshots)
-        self.peers = PeerReads(store, self.pages, self.ledger, self.copied)
+        self.peers = PeerReads(store, self.pages, self.ledger, self.copied, self.states)
         self._store = store
         self._view_of = view_of
         self._backups = Backups(store, self.pages, self.ledger, config, self.states)
@@ -71,6 +71,11 @@ class HostTier:
     def skipped_pages(self) -> int:
         """Pages whose backup was skipped because the host had no room."""
         return self._backups.skipped_pages
+
+    @property
+    def snapshot_pages(self) -> int:
+        """Pages that take as much memory as a snapshot of recurrent states; see `EngineCapacity.pages_per_snapshot`."""
+        return self._store.config.snapshot_interval
 
     # --- called by the scheduler ---
 

@@ -136,14 +136,18 @@ class TransferLedger:
         self._register(OpenTransfer(transfer, end, {}))
         return transfer
 
-    def open_from_peer(self, direction: TransferDirection, end: Node, pages: PageIds, peer: PeerPages) -> Transfer:
+    def open_from_peer(
+        self, direction: TransferDirection, end: Node, pages: PageIds, peer: PeerPages, snapshots: PageIds = NO_PAGES
+    ) -> Transfer:
         """Start a transfer of another group's pages to `pages` of the host or the device; see `open_stored`.
 
-        Pages on the host will be attached below `end`.
+        Pages on the host will be attached below `end`. `snapshots` are slots of the device for the group's.
         """
         on_device = direction is TransferDirection.PEER_TO_DEVICE
         device_pages, host_pages = (pages, NO_PAGES) if on_device else (NO_PAGES, pages)
-        transfer = Transfer(TransferId(self._next), direction, device_pages, host_pages, peer=peer)
+        transfer = Transfer(
+            TransferId(self._next), direction, device_pages, host_pages, peer=peer, device_snapshots=snapshots
+        )
         self._next += 1
         self._register(OpenTransfer(transfer, end, {}))
         return transfer

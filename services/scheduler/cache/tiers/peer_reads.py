@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from common.steps import NO_PAGES
 from common.transfers import PeerPages, TransferDirection
-from common.types import Sharing
+from common.types import Sharing, SnapshotSlot
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.state_copies import StateCopies
+    from services.scheduler.cache.tree import PrefixMatch
     from services.scheduler.cache.types import Scope
 
 
@@ -41,6 +44,8 @@ class ArrivalPlace(Protocol):
 
     table: PageIds
     """Pages to which references are held, [pages] int32; empty unless it is open."""
+    snapshot: SnapshotSlot | None
+    """Where the states after them arrive; None: it is not open, has them, or there are no recurrent layers."""
 
     @property
     def is_open(self) -> bool:
@@ -49,8 +54,8 @@ class ArrivalPlace(Protocol):
     def open(self, first: int, end: int, spare_pages: int) -> bool:
         """Allocate the pages [first, end) of the prompt, and lock those before them, which the view has cached.
 
-        Return false, and change nothing, if `spare_pages` would not be left, or some of those before are not on the
-        device.
+        Return false, and change nothing, if `spare_pages` would not be left, some of those before are not on the
+        device, or the states have no slot.
         """
 
     def pages(self, first: int, end: int) -> PageIds:
@@ -58,6 +63,9 @@ class ArrivalPlace(Protocol):
 
     def attach(self, end: int) -> int:
         """Insert what has arrived into the cache, up to page `end`; return how many more pages it has."""
+
+    def attach_snapshot(self, pages: int) -> None:
+        """Let the filled slot `snapshot` belong to the last of the first `pages` pages, in the view of the prompt."""
 
     def close(self) -> None:
         """Release lock and references; what the cache has may be evicted from then on."""
@@ -70,6 +78,9 @@ class PeerFetch:
     The view `scope` has the first `position` pages; of the offered ones, the first `requested` are read, in transfer or
     have come from storage. With a tail, the last one is the page that the prompt does not fill. It belongs to the
     request alone, and only arrives on the device.
+
+    With recurrent layers (`needs_states`), rows can continue after the last offered page only, and from the peer's
+    snapshot of the states there. It is offered with that page, read after it, and only arrives on the device.
     """
 
     scope: Scope
@@ -85,6 +96,8 @@ class PeerFetch:
     # If storage leaves fewer missing, they are computed here.
     min_tokens: int
     use: PromptUse
+    # Pages after which a row could have continued at the beginning: fewer than `first` if states after it were missing.
+    resumable: int
     # Where pages arrive, unless on the host, and whether those after the transfer in progress do not.
     place: ArrivalPlace | None = None
     leaves_device: bool = False
@@ -93,6 +106,10 @@ class PeerFetch:
     offered: list[int] = field(default_factory=list)
     # Tokens that the peer found in its cache.
     found_tokens: int = 0
+    needs_states: bool = False
+    # The peer's slot for the states after the offered pages, until it is requested.
+    snapshot: SnapshotSlot | None = None
+    has_states: bool = False
     # Nothing more will be offered.
     is_complete: bool = False
     is_transferring: bool = False
@@ -110,8 +127,8 @@ class PeerFetch:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all pages that the view lacked at the beginning have arrived."""
-        return not self.is_cut and self.position == self.end
+        """Whether all pages that the view lacked at the beginning have arrived, and the states after them."""
+        return not self.is_cut and self.position == self.end and self.has_states == self.needs_states
 
     @property
     def exposed_s(self) -> float:
@@ -123,12 +140,13 @@ class PeerFetch:
     @property
     def is_done(self) -> bool:
         """Whether no more pages will arrive."""
-        return self.is_complete and not self.is_transferring and self.requested >= min(len(self.offered), self.end)
+        return self.is_complete and not self.is_transferring and not self.is_due
 
     @property
     def is_due(self) -> bool:
-        """Whether offered pages can be requested now."""
-        return not self.is_transferring and self.requested < min(len(self.offered), self.end)
+        """Whether offered pages, or the states after them, can be requested now."""
+        has_more = self.requested < min(len(self.offered), self.end) or self.snapshot is not None
+        return not self.is_transferring and has_more
 
     @property
     def holds_place(self) -> bool:
@@ -166,7 +184,7 @@ class PeerFetch:
         if not self.has_read:
             # Whatever the view has, it has from here, also if storage has brought it since the fetch was stopped.
             return self.key.pages * self.page_size
-        return max(self.first * self.page_size, self.found_tokens)
+        return max(self.resumable * self.page_size, self.found_tokens)
 
     @property
     def arrived_tokens(self) -> int:
@@ -183,10 +201,20 @@ class PeerFetch:
         self.workers, self.lease = tuple(workers), lease
         self.offered.extend(pages)
 
+    def offer_snapshot(self, slot: int) -> None:
+        """Add the peer's snapshot of the states after all offered pages, to which no more are added."""
+        if self.needs_states and self.offered and not self.is_complete:
+            self.snapshot = SnapshotSlot(slot)
+
     def complete(self, now: float) -> None:
         """Record that the peer has computed the prompt, and has offered all pages of it."""
         self.is_complete = True
         self.computed_at = now
+        if self.snapshot is not None:
+            # The last pages may have been left out, as no states are known after them.
+            self.end = min(self.end, max(len(self.offered), self.position))
+        elif self.needs_states:
+            self.stop()
 
     def note_transfer(self, started_at: float, now: float) -> None:
         """Add the time of a transfer that has ended."""
@@ -197,12 +225,14 @@ class PeerFetch:
         """Release the device pages, none of which may be in transfer.
 
         What has arrived remains in the cache, where it can be evicted, and the rest is read to the host, if it can be
-        attached there.
+        attached there, and needs no states.
         """
         if self.place is not None:
             self.place.close()
             self.place = None
         self.leave_tail()
+        if self.needs_states:
+            self.stop()
 
     def leave_tail(self) -> None:
         """Do not fetch the tail, which has not arrived."""
@@ -214,6 +244,7 @@ class PeerFetch:
         self.is_cut = self.is_cut or self.position < self.end
         self.is_complete = True
         self.end = self.requested
+        self.snapshot = None
 
 
 class PeerReads:
@@ -222,16 +253,26 @@ class PeerReads:
     They arrive on the device, where a request starts with them at once, if its owner opens a place for them when the
     first ones are offered, and until it takes that back; else in new nodes on the host. They are evidence, and
     belong to a session, as if they had been computed here. Storage is looked up at the same time; pages that it had are
-    not requested from the peer. Tails are kept beside the cache until their requests start or end.
+    not requested from the peer. Tails are kept beside the cache until their requests start or end. With recurrent
+    layers, all arrive on the device or not at all, and the slot for the states is given to no other until its transfer
+    has been acknowledged.
     """
 
-    def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, note: Callable[[Node], None]) -> None:
-        """`note` is called with each new node."""
+    def __init__(
+        self,
+        store: NodeStore,
+        host: HostPages,
+        ledger: TransferLedger,
+        note: Callable[[Node], None],
+        states: StateCopies | None = None,
+    ) -> None:
+        """`note` is called with each new node; `states` are those of recurrent layers, if there are any."""
         self._store = store
         self._arrivals = Arrivals(store)
         self._note = note
         self._host = host
         self._ledger = ledger
+        self._states = states
         self._fetches: dict[PeerFetch, None] = {}
         self._open: dict[OpenTransfer, PeerFetch] = {}
         # Pages with a reference each.
@@ -276,18 +317,23 @@ class PeerReads:
         """Return an empty fetch for a prompt's pages that its view lacks, with at least `min_tokens` tokens.
 
         They are the whole ones, and with `has_tail` and a place the one after them. None if there are fewer, or if they
-        could neither arrive in `place` nor be attached on the host.
+        could neither arrive in `place` nor be attached on the host. With recurrent layers, pages after which no row can
+        continue count as lacking.
         """
         tree = self._store.tree
         key, whole = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
         match = tree.match(tree.root, viewer, key, 0, whole, Reach.HOST)
         end = whole + (has_tail and place is not None)
-        if (end - match.pages) * tree.page_size < max(min_tokens, 1):
+        resumable = match.pages if self._states is None else self._states.resumable(match, viewer).pages
+        if (end - resumable) * tree.page_size < max(min_tokens, 1):
             return None
-        if place is None and not can_grow(match.partial or match.node):
+        if place is None and (self._states is not None or not can_grow(match.partial or match.node)):
             return None
         first = match.pages
-        fetch = PeerFetch(viewer.scope, key, tree.page_size, whole, end, first, first, first, min_tokens, use, place)
+        fetch = PeerFetch(
+            viewer.scope, key, tree.page_size, whole, end, first, first, first, min_tokens, use, resumable, place,
+            needs_states=self._states is not None,
+        )  # fmt: skip
         self._fetches[fetch] = None
         return fetch
 
@@ -348,6 +394,8 @@ class PeerReads:
             fetch.has_read = fetch.has_read or kept > 0
         if kept < opened.transfer.pages:
             fetch.stop()
+        elif len(opened.transfer.device_snapshots):
+            self._attach_states(fetch, ack)
         if fetch.leaves_device:
             fetch.leave_device()
         self._skip_present(fetch)
@@ -387,6 +435,14 @@ class PeerReads:
             kept += len(tail)
         return kept
 
+    def _attach_states(self, fetch: PeerFetch, ack: TransferAck) -> None:
+        """Keep the states after the offered pages, all of which have arrived, if they have, too."""
+        if not ack.done_snapshots or fetch.place is None:
+            fetch.is_cut = True
+            return
+        fetch.place.attach_snapshot(len(fetch.offered))
+        fetch.has_states = fetch.has_read = True
+
     def _release_tail(self, fetch: PeerFetch) -> None:
         if fetch in self._tails:
             self._store.allocator.release(self._tails.pop(fetch))
@@ -412,10 +468,15 @@ class PeerReads:
         if fetch.holds_place:
             return
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
-        present = tree.match(tree.root, viewer, fetch.key, 0, min(fetch.end, fetch.whole), Reach.HOST).pages
+        match = tree.match(tree.root, viewer, fetch.key, 0, min(fetch.end, fetch.whole), Reach.HOST)
+        if fetch.needs_states:
+            self._skip_resumable(fetch, match, viewer)
+            return
+        present = match.pages
         has_begun = fetch.position > fetch.first or len(fetch.offered) > present
         if fetch.position <= fetch.first:
             fetch.first = max(fetch.first, present)
+            fetch.resumable = fetch.first
         if fetch.is_transferring:
             return
         fetch.position = max(fetch.position, present)
@@ -424,22 +485,32 @@ class PeerReads:
         if not missing or (missing < fetch.min_tokens and not has_begun):
             fetch.stop()
 
+    def _skip_resumable(self, fetch: PeerFetch, match: PrefixMatch, viewer: Account) -> None:
+        """Request nothing more if a row can continue after all pages."""
+        assert self._states is not None, "the fetch needs them"
+        if not (fetch.has_read or fetch.is_transferring):
+            fetch.resumable = max(fetch.resumable, self._states.resumable(match, viewer).pages)
+            if fetch.resumable >= fetch.end:
+                fetch.stop()
+
     def _ask(self, fetch: PeerFetch) -> Transfer | None:
         """Request the offered pages; None, and nothing more is requested, if there is no room for them."""
         if not fetch.holds_place:
-            fetch.place = None
-            fetch.leave_tail()
+            fetch.leave_device()
             if not fetch.is_due:
                 return None
         wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
-        peer = PeerPages(fetch.workers, fetch.lease, wanted)
         if fetch.place is not None:
+            slots, into = _slots(fetch.snapshot), NO_PAGES if fetch.snapshot is None else _slots(fetch.place.snapshot)
+            fetch.snapshot = None
+            peer = PeerPages(fetch.workers, fetch.lease, wanted, slots)
             pages = fetch.place.pages(fetch.requested, fetch.requested + len(wanted))
             self._store.allocator.retain(pages)
             root = self._store.tree.root
             return self._started(
-                fetch, self._ledger.open_from_peer(TransferDirection.PEER_TO_DEVICE, root, pages, peer)
+                fetch, self._ledger.open_from_peer(TransferDirection.PEER_TO_DEVICE, root, pages, peer, into)
             )
+        peer = PeerPages(fetch.workers, fetch.lease, wanted)
         above = self._arrivals.find(fetch.scope, fetch.key, fetch.requested)
         if above is None:
             fetch.stop()
@@ -465,3 +536,8 @@ class PeerReads:
         fetch.requested += transfer.pages
         fetch.is_transferring = True
         return transfer
+
+
+def _slots(slot: SnapshotSlot | None) -> PageIds:
+    """Return the slot alone, [1] int32, or none."""
+    return NO_PAGES if slot is None else np.array([slot], np.int32)
