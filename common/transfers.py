@@ -8,8 +8,8 @@ The contract between scheduler and workers, for every direction:
   backup may be planned as soon as the plan that computes its pages has been sent.
 - Until it is done, its source pages must not be written, and its target pages neither read nor written: the scheduler
   holds a reference on every page of both tiers and starts no row on pages that are still being loaded.
-- Snapshots of recurrent states are copied between device and host, and from peers to the device, by the same rules as
-  pages, with them or alone.
+- Snapshots of recurrent states are copied by the same rules as pages: between device and host, and from peers to the
+  device, with them or alone, and with storage by transfers of their own.
 - Each rank copies its own part of every page and acknowledges the transfer once, in a result of the same plan or of
   any later one, in any order. A transfer is done when *all* ranks have acknowledged it; its `done_pages` is the
   smallest of theirs.
@@ -38,6 +38,7 @@ class TransferDirection(Enum):
     DEVICE_TO_HOST: `device_pages[i]` is copied to `host_pages[i]`. HOST_TO_DEVICE: the reverse.
     HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the reverse; an object that
     is missing, not authentic, of another layout or too slow ends the transfer at that page, as a cache miss.
+    FIND_IN_STORAGE: nothing is copied; `done_pages` is the number of `object_keys` up to the last one that exists.
     DROP_FROM_STORAGE: objects that exist are deleted; no pages are involved. PEER_TO_HOST: the peer's page
     `peer.device_pages[i]` is copied to `host_pages[i]`; a page that cannot be read ends the transfer. PEER_TO_DEVICE:
     the same to `device_pages[i]`.
@@ -48,6 +49,7 @@ class TransferDirection(Enum):
     HOST_TO_STORAGE = "host_to_storage"
     STORAGE_TO_HOST = "storage_to_host"
     DROP_FROM_STORAGE = "drop_from_storage"
+    FIND_IN_STORAGE = "find_in_storage"
     PEER_TO_HOST = "peer_to_host"
     PEER_TO_DEVICE = "peer_to_device"
 
@@ -55,7 +57,8 @@ class TransferDirection(Enum):
     def uses_storage(self) -> bool:
         """Whether the source or target is the storage tier."""
         return self in (
-            TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST, TransferDirection.DROP_FROM_STORAGE
+            TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST, TransferDirection.DROP_FROM_STORAGE,
+            TransferDirection.FIND_IN_STORAGE,
         )  # fmt: skip
 
     @property
@@ -89,9 +92,10 @@ class Transfer:
 
     Page ids are [pages] int32, distinct within a transfer and empty for a tier that is not involved. `object_keys` are
     opaque: the scheduler derives them from a secret, and each rank derives the names of its own parts from them.
-    `cipher_key`, 32 bytes, encrypts the objects' content; it is never logged, and empty for DROP_FROM_STORAGE.
+    `cipher_key`, 32 bytes, encrypts the objects' content; it is never logged, and empty where no content is copied.
     Between device and host, slots of snapshots, [snapshots] int32, are copied likewise, beside the pages or alone;
-    those of a peer arrive in `device_snapshots`.
+    those of a peer arrive in `device_snapshots`. With storage, `object_keys` are of `host_pages` or of
+    `host_snapshots`, never of both.
     """
 
     transfer_id: TransferId
@@ -112,7 +116,7 @@ class Transfer:
 
     @property
     def pages(self) -> int:
-        """Number of pages to copy, or of objects to delete."""
+        """Number of pages to copy, or of other objects of storage."""
         return max(len(self.host_pages), len(self.device_pages), len(self.object_keys))
 
 

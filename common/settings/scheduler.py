@@ -88,7 +88,8 @@ class StorageSettings(Section):
     megabytes_per_s: float = Field(default=0.0, ge=0)
     """Limit on the read rate from storage, per rank, in MB/s; 0: no limit."""
     write: Literal["backed_up", "off"] = "backed_up"
-    """backed_up: pages that are copied to the host are written to storage as well. off: nothing is written."""
+    """backed_up: pages that are copied to the host, and snapshots of recurrent layers' states, are written to storage
+    as well. off: nothing is written."""
     keyring: Path | None = None
     """SQLite file with the random seeds from which names and keys of stored pages are derived; created with mode 0600
     if it does not exist. Schedulers that share a storage must share this file. Without it, no stored page can be read;

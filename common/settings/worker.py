@@ -19,7 +19,7 @@ class GrammarSettings(Section):
 
 
 class WorkerStorageSettings(Section):
-    """The storage tier for KV pages, which persists across restarts and can be shared by processes."""
+    """The storage tier for KV pages and recurrent states, which persists across restarts and can be shared."""
 
     location: SecretStr | None = None
     """A directory; a Redis or Valkey server as redis://, rediss:// or unix:// URL, nodes of a cluster as
@@ -29,7 +29,8 @@ class WorkerStorageSettings(Section):
     gigabytes: float = Field(default=16.0, gt=0)
     """GiB that the files of a storage directory may take; a server has its own limit (maxmemory)."""
     timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds after which a call to the storage counts as failed."""
+    """Seconds after which a call to the storage counts as failed; a call carries up to eight pages, or one snapshot of
+    recurrent layers' states."""
 
 
 class ProfileSettings(Section):

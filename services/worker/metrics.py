@@ -45,6 +45,11 @@ STORAGE_PAGES_TOTAL = Counter(
     "Pages of transfers with storage by direction and outcome: done, or why not.",
     ["direction", "outcome"],
 )
+STORAGE_SNAPSHOTS_TOTAL = Counter(
+    "pando_worker_storage_snapshots_total",
+    "Snapshots of recurrent states of transfers with storage by direction and outcome: done, or why not.",
+    ["direction", "outcome"],
+)
 ENCODED_IMAGES_TOTAL = Counter(
     "pando_worker_encoded_images_total", "Images that this worker has encoded for the ranks of a group."
 )

@@ -84,6 +84,31 @@ class StreamPages(_OfStream):
         with self.kept_open():
             self._pages.write_page(page, content)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one snapshot of recurrent states; 0 without any."""
+        return 0 if self._pages.states is None else self._pages.states.slot_bytes
+
+    def read_state(self, slot: int) -> bytes:
+        """Return a copy of a snapshot's bytes.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        assert self._pages.states is not None, "there are snapshots"
+        with self.kept_open():
+            return self._pages.states.read(slot)
+
+    def write_state(self, slot: int, content: memoryview) -> None:
+        """Overwrite a snapshot with `state_bytes` bytes.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        assert self._pages.states is not None, "there are snapshots"
+        with self.kept_open():
+            self._pages.states.write(slot, content)
+
 
 class StreamDevicePages(_OfStream):
     """The device pages and snapshots of one stream of plans, for writes of what arrives from peers."""

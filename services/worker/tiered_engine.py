@@ -1,10 +1,10 @@
-"""An engine whose host pages also go to storage and back, and whose pages come from workers of other groups."""
+"""An engine whose host memory also goes to storage and back, and whose pages come from workers of other groups."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,8 @@ class TieredEngine:
         self._loop = loop
         self._stream: _Stream | None = None
         self._form: ObjectFormat | None = None
-        self._host_pages = self._device_pages = self._snapshots = 0
+        self._limits = TransferLimits()
+        self._snapshots = 0
         self._rank = 0
         self._ranks = 1
 
@@ -122,12 +123,14 @@ class TieredEngine:
         capacity = self._inner.configure(spec, report)
         pages = self._inner.host_pages
         self._form = None if pages is None else ObjectFormat(capacity.fingerprint, pages.page_bytes)
-        self._host_pages, self._device_pages = capacity.host_pages, capacity.device_pages
         states, device = capacity.recurrent_states, self._inner.device_pages
         self._snapshots = states.snapshots if states and device is not None and device.snapshots is not None else 0
         self._rank, self._ranks = spec.rank, spec.world_size
         self._begin_stream()
-        return replace(capacity, has_storage=self._stream is not None and self._storage is not None)
+        has_storage = self._stream is not None and self._storage is not None
+        snapshots = 0 if pages is None or pages.states is None else pages.states.slots
+        self._limits = TransferLimits(capacity.device_pages, capacity.host_pages, snapshots, has_storage)
+        return replace(capacity, has_storage=has_storage)
 
     def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         """Run a plan; results carry the acknowledgements that have come meanwhile. See `Engine.execute`."""
@@ -138,7 +141,7 @@ class TieredEngine:
         own = tuple(transfer for transfer in plan.transfers if not transfer.direction.is_between_tiers)
         if own:
             for transfer in own:
-                _check(transfer, self._host_pages, self._device_pages, has_storage=self._storage is not None)
+                _check(transfer, self._limits)
                 if transfer.peer is not None and self._inner.device_pages is None:
                     raise InvalidPlanError("this model's pages cannot come from other groups")
                 if transfer.peer is not None:
@@ -167,7 +170,8 @@ class TieredEngine:
             target = PeerTarget(pages, self._rank, self._ranks, device.form, self._inner.peer_copies)
             return partial(self._peers.begin, transfer, target, stream.acks.put)
         assert self._storage is not None, "checked before"
-        return partial(self._storage.begin, transfer, stream.shard, stream.acks.put)
+        shard = stream.states if len(transfer.host_snapshots) else stream.shard
+        return partial(self._storage.begin, transfer, shard, stream.acks.put)
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit the inner engine's outstanding results."""
@@ -213,7 +217,8 @@ class TieredEngine:
         if pages is not None and self._form is not None:
             of_host, device = StreamPages(pages), self._inner.device_pages
             of_device = None if device is None else StreamDevicePages(device)
-            self._stream = _Stream(of_host, of_device, Shard(of_host, self._form))
+            states = replace(self._form, state_bytes=of_host.state_bytes)
+            self._stream = _Stream(of_host, of_device, Shard(of_host, self._form), Shard(of_host, states))
 
     def _end_stream(self) -> None:
         if self._stream is not None:
@@ -226,10 +231,12 @@ class TieredEngine:
 class _Stream:
     """Transfers of one stream of plans, as the engine's thread sees them."""
 
-    def __init__(self, pages: StreamPages, device_pages: StreamDevicePages | None, shard: Shard) -> None:
+    def __init__(self, pages: StreamPages, device_pages: StreamDevicePages | None, shard: Shard, states: Shard) -> None:
         self.pages = pages
         self.device_pages = device_pages
+        # Of pages, and of snapshots of recurrent states.
         self.shard = shard
+        self.states = states
         # Transfers that have begun and are not acknowledged.
         self.open = 0
         self.acks: queue.SimpleQueue[TransferAck] = queue.SimpleQueue()
@@ -257,23 +264,39 @@ def _check_snapshots(transfer: Transfer, snapshots: int) -> None:
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: a snapshot outside [0, {snapshots})")
 
 
-def _check(transfer: Transfer, host_pages: int, device_pages: int, *, has_storage: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Pages and slots that transfers may name, and whether there is a storage."""
+
+    device_pages: int = 0
+    host_pages: int = 0
+    host_snapshots: int = 0
+    has_storage: bool = False
+
+
+def _check(transfer: Transfer, limits: TransferLimits) -> None:
     """Refuse a transfer that would touch memory of others."""
-    pages = transfer.host_pages
-    for ids, count in ((pages, host_pages), (transfer.device_pages, device_pages)):
+    pages, snapshots = transfer.host_pages, transfer.host_snapshots
+    places = (
+        (pages, limits.host_pages),
+        (snapshots, limits.host_snapshots),
+        (transfer.device_pages, limits.device_pages),
+    )
+    for ids, count in places:
         if len(ids) and (ids.min() < 0 or ids.max() >= count):
-            raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {count})")
+            raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page or slot outside [0, {count})")
     peer = transfer.peer
     if transfer.direction.is_from_peer:
         if peer is None or not len(peer.device_pages) == len(transfer.arriving) == transfer.pages or not peer.workers:
             raise InvalidPlanError(f"transfer {transfer.transfer_id} names no pages of a peer")
         return
-    if not has_storage:
+    if not limits.has_storage:
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: there is no storage tier")
-    is_drop = transfer.direction is TransferDirection.DROP_FROM_STORAGE
-    if len(pages) != (0 if is_drop else len(transfer.object_keys)) or len(transfer.device_pages):
+    copies = transfer.direction in (TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST)
+    wanted = len(transfer.object_keys) if copies else 0
+    if sorted((len(pages), len(snapshots))) != [0, wanted] or len(transfer.device_pages):
         raise InvalidPlanError(f"transfer {transfer.transfer_id} has {len(pages)} pages for its keys")
     if any(len(key) != KEY_BYTES for key in transfer.object_keys):
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: keys have {KEY_BYTES} bytes")
-    if not is_drop and len(transfer.cipher_key) != KEY_BYTES:
+    if copies and len(transfer.cipher_key) != KEY_BYTES:
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: the cipher key has not {KEY_BYTES} bytes")

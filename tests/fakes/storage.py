@@ -53,11 +53,31 @@ class FakeStorage:
 
 
 @dataclass
+class FakeHostStates:
+    """Snapshots of recurrent states as a list of bytes."""
+
+    slot_bytes: int
+    contents: list[bytes]
+
+    @property
+    def slots(self) -> int:
+        return len(self.contents)
+
+    def read(self, slot: int) -> bytes:
+        return self.contents[slot]
+
+    def write(self, slot: int, content: memoryview) -> None:
+        assert len(content) == self.slot_bytes
+        self.contents[slot] = bytes(content)
+
+
+@dataclass
 class FakeHostPages:
     """Host pages as a list of bytes."""
 
     page_bytes: int
     pages: list[bytes]
+    states: FakeHostStates | None = None
 
     def read_page(self, page: int) -> bytes:
         return self.pages[page]

@@ -58,6 +58,8 @@ CIPHER_KEY = b"k" * 32
 class MemoryPages:
     """Pages in ordinary memory."""
 
+    states = None
+
     def __init__(self, page_bytes: int, count: int) -> None:
         self.page_bytes = page_bytes
         self._memory = np.random.default_rng(0).integers(0, 256, (count, page_bytes), np.uint8)

@@ -24,8 +24,8 @@ _KEPT_SHARE = 0.9
 _TEMPORARY_PREFIX = ".new-"
 # No file takes so long to write: its writer died.
 _ABANDONED_S = 3600.0
-# A longer file holds no page of any model: a page takes some megabytes.
-_LONGEST_BYTES = 256 * 1024 * 1024
+# A longer file holds no page and no snapshot of any model: these take some megabytes, those some hundred.
+_LONGEST_BYTES = 1024 * 1024 * 1024
 # A file that is no object: it decodes as truncated, and is deleted.
 _NO_OBJECT = b""
 

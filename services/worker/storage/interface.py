@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# An object: a header and an encrypted page, see `objects.py`.
+# An object: a header and an encrypted page or snapshot of recurrent states, see `objects.py`.
 Blob = bytes | bytearray | memoryview
 
 
@@ -22,10 +22,11 @@ class StorageTimeoutError(StorageError):
 class Storage(Protocol):
     """Keeps objects by name, each whole or not at all, as long as it likes.
 
-    Names are at most 128 characters out of `[0-9a-f-]`. Objects have up to some megabytes, all of a deployment nearly
-    the same size. Methods block and may be called from several threads at once. They try to end within the time limit
-    of the storage, but callers have deadlines of their own. Callers check what they read, as anyone may have written
-    it, and name up to `BATCH_PAGES` objects in a call, or more of those to delete.
+    Names are at most 128 characters out of `[0-9a-f-]`. Objects are pages of up to some megabytes, all of a deployment
+    nearly the same size; of models with recurrent layers also snapshots of up to some hundred. Methods block and may be
+    called from several threads at once. They try to end within the time limit of the storage, but callers have
+    deadlines of their own. Callers check what they read, as anyone may have written it, and name up to `BATCH_PAGES`
+    objects in a call, or more of those to look for or to delete.
 
     A package adds a back end by an entry point in the group `pando.storage`, named like the scheme of its URLs, that
     refers to a `StorageFactory`. `services/worker/README.md` says what a back end for Mooncake or NIXL has to do.

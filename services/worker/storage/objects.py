@@ -1,4 +1,4 @@
-"""The form of a stored page: a header that says what it is, then the page, encrypted and authenticated.
+"""The form of a stored page or snapshot: a header that says what it is, then the content, encrypted and authenticated.
 
 Little-endian: magic [8], version u32, payload bytes u64, layout [32], name [32], nonce [12], ciphertext, tag [16].
 `layout` is a digest of everything that makes pages interchangeable (weights, config, dtype, page size, shard), `name`
@@ -59,11 +59,18 @@ class Miss(Enum):
 class ObjectFormat:
     """The format of one rank's objects.
 
-    `fingerprint` is `EngineCapacity.fingerprint`, `page_bytes` the length of every payload.
+    `fingerprint` is `EngineCapacity.fingerprint`. Every payload is a page of `page_bytes`, or a snapshot of recurrent
+    states of `state_bytes` if these are given; the names of both are alike.
     """
 
     fingerprint: str
     page_bytes: int
+    state_bytes: int | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """The length of every payload."""
+        return self.page_bytes if self.state_bytes is None else self.state_bytes
 
     @property
     def layout(self) -> bytes:
@@ -71,14 +78,14 @@ class ObjectFormat:
         return hashlib.sha256(f"{self.fingerprint}\n{self.page_bytes}".encode()).digest()
 
     def name(self, key: bytes) -> str:
-        """Return the name of the page with this storage key; each rank and model that shares a storage has its own."""
+        """Return the name of the object with this storage key; each rank and model that shares a storage has one."""
         return f"{self.layout[:16].hex()}-{key.hex()}"
 
     def encode(self, key: bytes, cipher_key: bytes, payload: bytes) -> memoryview:
-        """Return the object that holds `payload`, [page_bytes]."""
+        """Return the object that holds `payload`, [payload_bytes]."""
         assert len(key) == len(cipher_key) == KEY_BYTES
-        assert len(payload) == self.page_bytes
-        data = memoryview(bytearray(self.page_bytes + OVERHEAD_BYTES))
+        assert len(payload) == self.payload_bytes
+        data = memoryview(bytearray(self.payload_bytes + OVERHEAD_BYTES))
         header, nonce = self._header(key), os.urandom(_NONCE_BYTES)
         data[: _HEADER.size] = header
         data[_HEADER.size : _PAYLOAD_START] = nonce
@@ -92,14 +99,14 @@ class ObjectFormat:
         magic, version, length, layout, _ = _HEADER.unpack_from(data)
         if (magic, version) != (MAGIC, VERSION):
             return Miss.CORRUPT
-        if layout != self.layout or length != self.page_bytes:
+        if layout != self.layout or length != self.payload_bytes:
             return Miss.FOREIGN_LAYOUT
         if len(data) < length + OVERHEAD_BYTES:
             return Miss.TRUNCATED
         view = memoryview(data)
         if len(data) > length + OVERHEAD_BYTES or view[: _HEADER.size] != self._header(key):
             return Miss.NOT_AUTHENTIC
-        payload = memoryview(bytearray(self.page_bytes))
+        payload = memoryview(bytearray(self.payload_bytes))
         nonce, sealed = view[_HEADER.size : _PAYLOAD_START], view[_PAYLOAD_START:]
         try:
             self._cipher(key, cipher_key).decrypt_into(nonce, sealed, view[: _HEADER.size], payload)
@@ -108,7 +115,7 @@ class ObjectFormat:
         return payload
 
     def _header(self, key: bytes) -> bytes:
-        return _HEADER.pack(MAGIC, VERSION, self.page_bytes, self.layout, key)
+        return _HEADER.pack(MAGIC, VERSION, self.payload_bytes, self.layout, key)
 
     def _cipher(self, key: bytes, cipher_key: bytes) -> AESGCM:
         info = b"pando stored page" + self.layout + key

@@ -1,10 +1,11 @@
-"""Transfers between a rank's host pages and storage, beside the engine: threads, which also encrypt, and deadlines."""
+"""Transfers between a rank's host memory and storage, beside the engine: threads, which also encrypt, and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from common.logs import get_logger
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 # Pages of one call to the back end: enough to hide a round trip, and few megabytes at a time.
 BATCH_PAGES = 8
+# Objects that one call looks for: no content moves, but a server may be asked for each of them.
+BATCH_NAMES = 64
 
 # So many failures in a row, and nothing is asked for a while, twice as long each time up to the limit. A server that
 # does not answer costs each request the whole time limit, so fewer such failures suffice.
@@ -66,7 +69,7 @@ class WorkerStorageTier:
         metrics.STORAGE_AVAILABLE.set(1)
 
     def begin(self, transfer: Transfer, shard: Shard, deliver: Callable[[TransferAck], None]) -> None:
-        """Start on a transfer of pages of `shard`; `deliver` gets its acknowledgement, unless the stream has ended."""
+        """Start on a transfer with `shard`; `deliver` gets its acknowledgement, unless the stream has ended."""
         task = asyncio.create_task(self._run(transfer, shard, deliver))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -86,7 +89,9 @@ class WorkerStorageTier:
         outcomes: list[Miss | None] = []
         started = self._clock()
         try:
-            if transfer.direction is TransferDirection.STORAGE_TO_HOST:
+            if transfer.direction is TransferDirection.FIND_IN_STORAGE:
+                outcomes += [None] * await self._find(transfer.object_keys, shard)
+            elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
                 await self._carry_out(transfer, shard, outcomes)
             else:
                 async with self._writers:
@@ -104,13 +109,25 @@ class WorkerStorageTier:
         deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
 
     async def _carry_out(self, transfer: Transfer, shard: Shard, outcomes: list[Miss | None]) -> None:
-        """Append each page's outcome, None for success; a miss is the last."""
-        keys, pages = transfer.object_keys, transfer.host_pages.tolist()
-        for first in range(0, len(keys), BATCH_PAGES):
-            end = first + BATCH_PAGES
-            outcomes += await self._move(transfer, shard, keys[first:end], pages[first:end])
+        """Append each object's outcome, None for success; a miss is the last."""
+        keys, places = transfer.object_keys, (*transfer.host_pages.tolist(), *transfer.host_snapshots.tolist())
+        # A snapshot takes as much memory as many pages.
+        at_once = 1 if len(transfer.host_snapshots) else BATCH_PAGES
+        for first in range(0, len(keys), at_once):
+            end = first + at_once
+            outcomes += await self._move(transfer, shard, keys[first:end], places[first:end])
             if outcomes[-1] is not None:
                 return
+
+    async def _find(self, keys: Sequence[bytes], shard: Shard) -> int:
+        """Return the number of keys up to the last one whose object exists."""
+        for end in range(len(keys), 0, -BATCH_NAMES):
+            first = max(end - BATCH_NAMES, 0)
+            names = shard.names(keys[first:end])
+            found = await self._call(partial(self._storage.exists_many, names))
+            if any(found):
+                return end - list(reversed(found)).index(True)
+        return 0
 
     async def _move(
         self, transfer: Transfer, shard: Shard, keys: Sequence[bytes], pages: Sequence[int]
@@ -168,17 +185,21 @@ class WorkerStorageTier:
 
 def _count(transfer: Transfer, outcomes: Sequence[Miss | None], seconds: float) -> None:
     direction = transfer.direction.value
-    for outcome in outcomes:
-        metrics.STORAGE_PAGES_TOTAL.labels(direction, "done" if outcome is None else outcome.value).inc()
+    if transfer.direction is not TransferDirection.FIND_IN_STORAGE:
+        moved = metrics.STORAGE_SNAPSHOTS_TOTAL if len(transfer.host_snapshots) else metrics.STORAGE_PAGES_TOTAL
+        for outcome in outcomes:
+            moved.labels(direction, "done" if outcome is None else outcome.value).inc()
     metrics.STORAGE_SECONDS.labels(direction).observe(seconds)
 
 
 class Shard:
-    """Turns host pages into objects and back. Its methods belong to no thread."""
+    """Turns host pages, or snapshots of recurrent states, into objects and back. Its methods belong to no thread."""
 
     def __init__(self, pages: StreamPages, form: ObjectFormat) -> None:
-        """Read and write `pages` as objects of the form `form`."""
-        self._pages = pages
+        """Read and write `pages`, or the snapshots beside them, as objects of the form `form`."""
+        has_states = form.state_bytes is not None
+        self._read: Callable[[int], bytes] = pages.read_state if has_states else pages.read_page
+        self._write: Callable[[int, memoryview], None] = pages.write_state if has_states else pages.write_page
         self._form = form
 
     def names(self, keys: Sequence[bytes]) -> list[str]:
@@ -186,24 +207,24 @@ class Shard:
         return [self._form.name(key) for key in keys]
 
     def dump(self, pages: Mapping[bytes, int], cipher_key: bytes) -> dict[str, Blob]:
-        """Return the objects to write for host pages by storage key, by name.
+        """Return the objects to write for host pages or slots by storage key, by name.
 
         Raises:
             StreamEndedError: the stream of plans has ended.
         """
         objects: dict[str, Blob] = {}
         for key, page in pages.items():
-            content = self._pages.read_page(page)
+            content = self._read(page)
             objects[self._form.name(key)] = self._form.encode(key, cipher_key, content)
         return objects
 
     def load(
         self, keys: Sequence[bytes], cipher_key: bytes, blobs: Sequence[Blob | None], pages: Sequence[int]
     ) -> list[Miss | None]:
-        """Decrypt what was read and write it to host pages, up to the first page that cannot be had.
+        """Decrypt what was read and write it to host pages or slots, up to the first one that cannot be had.
 
         Returns:
-            The outcomes, in order: None for a page that was loaded; a miss is the last.
+            The outcomes, in order: None for one that was loaded; a miss is the last.
 
         Raises:
             StreamEndedError: the stream of plans has ended.
@@ -214,7 +235,7 @@ class Shard:
             if isinstance(payload, Miss):
                 outcomes.append(payload)
                 break
-            self._pages.write_page(page, payload)
+            self._write(page, payload)
             outcomes.append(None)
         return outcomes
 

@@ -22,7 +22,7 @@ from services.worker.peers.reading import PeerReader
 from services.worker.service import WorkerService
 from services.worker.storage.tier import WorkerStorageTier
 from services.worker.tiered_engine import TieredEngine
-from tests.fakes.storage import FakeHostPages, FakeStorage
+from tests.fakes.storage import FakeHostPages, FakeHostStates, FakeStorage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -106,6 +106,13 @@ class Bench:
         self.engine = TieredEngine(inner, self.tier, PeerReader(open_channel), asyncio.get_running_loop())
         self.step = 0
 
+    def give_states(self) -> FakeHostStates:
+        """Let the engine have three snapshots on the host; configure it."""
+        assert self.inner.host_pages is not None
+        states = self.inner.host_pages.states = FakeHostStates(5, [b"s%04d" % slot for slot in range(3)])
+        self.engine.configure(SPEC, lambda *_: None)
+        return states
+
     def run(self, *transfers: Transfer) -> tuple[TransferAck, ...]:
         self.step += 1
         results: list[StepResult] = []
@@ -130,6 +137,10 @@ def transfer(number: int, direction: TransferDirection, pages: list[int], keys: 
     return Transfer(
         TransferId(number), direction, host_pages=np.array(pages, np.int32), object_keys=keys, cipher_key=CIPHER_KEY
     )
+
+
+def of_states(number: int, direction: TransferDirection, slots: list[int], keys: tuple[bytes, ...]) -> Transfer:
+    return replace(transfer(number, direction, [], keys), host_snapshots=np.array(slots, np.int32))
 
 
 async def test_a_later_result_acknowledges_storage_transfers(bench: Bench) -> None:
@@ -171,9 +182,43 @@ async def test_without_a_host_tier_there_is_no_storage() -> None:
     await bench.tier.close()
 
 
+async def test_snapshots_are_stored_and_loaded_again_under_names_of_their_own(bench: Bench) -> None:
+    states = bench.give_states()
+    bench.run(of_states(1, STORE, [0, 1], KEYS[:2]))
+    assert (await bench.ack()).done_pages == 2
+    bench.run(of_states(2, FETCH, [2], KEYS[1:2]))
+    assert (await bench.ack()).done_pages == 1
+    assert states.contents == [b"s0000", b"s0001", b"s0001"]
+    bench.run(transfer(3, FETCH, [2], KEYS[:1]))
+    assert (await bench.ack()).done_pages == 0
+
+
+async def test_the_last_snapshot_that_exists_is_found(bench: Bench) -> None:
+    bench.give_states()
+    bench.run(of_states(1, STORE, [1], KEYS[1:2]))
+    await bench.ack()
+    bench.run(replace(transfer(2, TransferDirection.FIND_IN_STORAGE, [], KEYS), cipher_key=b""))
+    assert (await bench.ack()).done_pages == 2
+
+
+@pytest.mark.parametrize("slots", [[3], [-1], [0, 1], []])
+async def test_slots_that_do_not_exist_or_do_not_match_the_keys_are_refused(bench: Bench, slots: list[int]) -> None:
+    bench.give_states()
+    with pytest.raises(InvalidPlanError):
+        bench.run(of_states(1, FETCH, slots, KEYS[:1]))
+
+
+async def test_a_transfer_has_pages_or_snapshots(bench: Bench) -> None:
+    bench.give_states()
+    with pytest.raises(InvalidPlanError):
+        bench.run(replace(of_states(1, FETCH, [0], KEYS[:1]), host_pages=np.array([0], np.int32)))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
+        of_states(1, FETCH, [0], KEYS[:1]),
+        transfer(1, TransferDirection.FIND_IN_STORAGE, [0], KEYS[:1]),
         transfer(1, FETCH, [4], KEYS[:1]),
         transfer(1, FETCH, [-1], KEYS[:1]),
         transfer(1, FETCH, [0, 1], KEYS[:1]),

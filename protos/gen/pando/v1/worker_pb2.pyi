@@ -62,6 +62,8 @@ class _TransferDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tra
     """The page peer.device_pages[i] of another group's worker is copied to host_pages[i]."""
     TRANSFER_DIRECTION_PEER_TO_DEVICE: _TransferDirection.ValueType  # 7
     """The same, but copied to device_pages[i]."""
+    TRANSFER_DIRECTION_FIND_IN_STORAGE: _TransferDirection.ValueType  # 8
+    """Nothing is copied: done_pages is the number of object_keys up to the last one that exists."""
 
 class TransferDirection(_TransferDirection, metaclass=_TransferDirectionEnumTypeWrapper): ...
 
@@ -80,6 +82,8 @@ TRANSFER_DIRECTION_PEER_TO_HOST: TransferDirection.ValueType  # 6
 """The page peer.device_pages[i] of another group's worker is copied to host_pages[i]."""
 TRANSFER_DIRECTION_PEER_TO_DEVICE: TransferDirection.ValueType  # 7
 """The same, but copied to device_pages[i]."""
+TRANSFER_DIRECTION_FIND_IN_STORAGE: TransferDirection.ValueType  # 8
+"""Nothing is copied: done_pages is the number of object_keys up to the last one that exists."""
 Global___TransferDirection: _TypeAlias = TransferDirection  # noqa: Y015
 
 @_typing.final
@@ -1760,7 +1764,7 @@ class Transfer(_message.Message):
     @_builtins.property
     def device_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Between device and host: one entry per snapshot for each of the two tiers. From a peer to the device: where the peer's
-        snapshots arrive.
+        snapshots arrive. With storage, object_keys are of host_pages or of host_snapshots.
         """
 
     @_builtins.property

@@ -375,6 +375,8 @@ class FakeAdapters:
 class FakeHostPages:
     """Host pages of which nothing but storage takes notice; see `HostPages`."""
 
+    states = None
+
     def __init__(self, pages: int, page_bytes: int) -> None:
         self._bytes = np.zeros((pages, page_bytes), np.uint8)
 

@@ -51,10 +51,28 @@ class ExpertGroupError(Exception):
     """A rank that shares experts with this one has left, or does not answer: all of them have to meet again."""
 
 
+class HostStateBytes(Protocol):
+    """Snapshots of recurrent states on the host as bytes; see `HostPageBytes`."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one snapshot."""
+
+    def read(self, slot: int) -> bytes:
+        """Return a copy of a snapshot's bytes."""
+
+    def write(self, slot: int, content: memoryview) -> None:
+        """Overwrite a snapshot with `slot_bytes` bytes."""
+
+
 class HostPageBytes(Protocol):
     """Pages of a rank's host tier as bytes; page p holds the same tokens of all layers.
 
-    Any thread may call the methods; the caller ensures that no other one uses the page at the same time.
+    Any thread may call the methods; the caller ensures that no other one uses the page or slot at the same time.
     """
 
     @property
@@ -66,6 +84,10 @@ class HostPageBytes(Protocol):
 
     def write_page(self, page: int, content: memoryview) -> None:
         """Overwrite a page with `page_bytes` bytes."""
+
+    @property
+    def states(self) -> HostStateBytes | None:
+        """Snapshots of recurrent states beside the pages; None without any."""
 
 
 class DevicePageBytes(Protocol):

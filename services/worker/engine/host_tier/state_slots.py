@@ -34,6 +34,20 @@ class HostStates:
         """Number of slots."""
         return self.memory.shape[0]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one snapshot."""
+        return self.memory.shape[1]
+
+    def read(self, slot: int) -> bytes:
+        """Return a copy of a snapshot's bytes."""
+        content: bytes = self.memory[slot].numpy().tobytes()
+        return content
+
+    def write(self, slot: int, content: memoryview) -> None:
+        """Overwrite a snapshot with `slot_bytes` bytes."""
+        self.memory[slot].numpy()[:] = memoryview(content).cast("B")
+
     def pairs(self, states: StatePool, device_slot: int, host_slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the parts of a snapshot on the device and on the host, each in one piece: two for each layer."""
         at = states.place_of(device_slot)

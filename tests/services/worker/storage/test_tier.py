@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +13,9 @@ from prometheus_client import REGISTRY
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.storage.objects import Miss, ObjectFormat
 from services.worker.storage.redis_server import RedisStorage
-from services.worker.storage.tier import FIRST_PAUSE_S, SILENCES_TO_OPEN, Shard, WorkerStorageTier
-from services.worker.stream_pages import StreamPages
-from tests.fakes.storage import FakeHostPages, FakeStorage
+from services.worker.storage.tier import BATCH_NAMES, FIRST_PAUSE_S, SILENCES_TO_OPEN, Shard, WorkerStorageTier
+from services.worker.stream_pages import StreamEndedError, StreamPages
+from tests.fakes.storage import FakeHostPages, FakeHostStates, FakeStorage
 from tests.fakes.virtual_clock import VirtualClock
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from tests.fakes.redis_process import RedisProcess
 
 FORM = ObjectFormat("layout", 8)
+STATES = replace(FORM, state_bytes=9)
 CIPHER_KEY = b"k" * 32
 KEYS = tuple(bytes([number]) * 32 for number in range(20))
 
 
 STORE, FETCH = TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST
 DROP = TransferDirection.DROP_FROM_STORAGE
+FIND = TransferDirection.FIND_IN_STORAGE
 
 
 class Bench:
@@ -36,9 +39,11 @@ class Bench:
         self.storage = FakeStorage()
         self.clock = VirtualClock()
         self.tier = WorkerStorageTier(self.storage, timeout_s, threads=2, clock=self.clock.now)
-        self.pages = FakeHostPages(8, [b"page %3d" % number for number in range(20)])
+        self.states = FakeHostStates(9, [b"state %3d" % number for number in range(6)])
+        self.pages = FakeHostPages(8, [b"page %3d" % number for number in range(20)], self.states)
         self.stream_pages = StreamPages(self.pages)
         self.shard = Shard(self.stream_pages, FORM)
+        self.of_states = Shard(self.stream_pages, STATES)
         self.acks: asyncio.Queue[TransferAck] = asyncio.Queue()
 
     def begin(
@@ -56,6 +61,14 @@ class Bench:
         ack = await asyncio.wait_for(self.acks.get(), 30)
         assert ack.transfer_id == 7
         return ack.done_pages
+
+    async def do_states(
+        self, direction: TransferDirection, keys: tuple[bytes, ...], slots: list[int], cipher_key: bytes = CIPHER_KEY
+    ) -> int:
+        slot_ids = np.array(slots, np.int32)
+        transfer = Transfer(TransferId(7), direction, host_snapshots=slot_ids, object_keys=keys, cipher_key=cipher_key)
+        self.tier.begin(transfer, self.of_states, self.acks.put_nowait)
+        return (await asyncio.wait_for(self.acks.get(), 30)).done_pages
 
 
 @pytest.fixture
@@ -219,3 +232,71 @@ async def test_misses_are_counted_by_reason(bench: Bench) -> None:
     await bench.do(FETCH, KEYS[:1], [0])
     counted = {reason: count(reason) - before[reason] for reason in Miss}
     assert counted == {reason: 0 if reason is Miss.SLOW else 1 for reason in Miss}
+
+
+async def test_stored_snapshots_are_fetched_into_other_slots_one_at_a_time(bench: Bench) -> None:
+    assert await bench.do_states(STORE, KEYS[:3], [0, 1, 2]) == 3
+    bench.storage.calls.clear()
+    assert await bench.do_states(FETCH, KEYS[:3], [5, 4, 3]) == 3
+    assert bench.states.contents[3:] == bench.states.contents[2::-1]
+    assert bench.storage.calls == ["get"] * 3
+    assert not any(b"state" in blob for blob in bench.storage.objects.values())
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "page", "other_key"])
+async def test_a_damaged_snapshot_is_a_miss_that_touches_no_slot_and_is_replaced(bench: Bench, damage: str) -> None:
+    await bench.do_states(STORE, KEYS[:1], [0])
+    objects, name = bench.storage.objects, STATES.name(KEYS[0])
+    whole = objects.pop(name)
+    if damage != "missing":
+        objects[name] = {
+            "truncated": whole[:-1],
+            "flipped": whole[:-1] + bytes([whole[-1] ^ 1]),
+            "page": bytes(FORM.encode(KEYS[0], CIPHER_KEY, b"page   1")),
+            "other_key": bytes(STATES.encode(KEYS[0], b"o" * 32, b"state   0")),
+        }[damage]
+    before = list(bench.states.contents)
+    assert await bench.do_states(FETCH, KEYS[:1], [5]) == 0
+    assert bench.states.contents == before
+    assert name not in objects
+    await bench.do_states(STORE, KEYS[:1], [0])
+    assert await bench.do_states(FETCH, KEYS[:1], [5]) == 1
+
+
+async def test_snapshots_are_counted_apart_from_pages(bench: Bench) -> None:
+    def counted() -> list[float]:
+        labels = {"direction": "storage_to_host", "outcome": "done"}
+        names = "pando_worker_storage_snapshots_total", "pando_worker_storage_pages_total"
+        return [REGISTRY.get_sample_value(name, labels) or 0.0 for name in names]
+
+    await bench.do_states(STORE, KEYS[:2], [0, 1])
+    before = counted()
+    await bench.do_states(FETCH, KEYS[:2], [2, 3])
+    await bench.do(FIND, KEYS[:2], [], b"")
+    assert counted() == [before[0] + 2, before[1]]
+
+
+@pytest.mark.parametrize("stored", [[], [0], [3, 150], [BATCH_NAMES, 199], [199], [5, 6, 7]])
+async def test_a_search_finds_the_last_name_that_exists_with_few_calls(bench: Bench, stored: list[int]) -> None:
+    keys = tuple(number.to_bytes(32) for number in range(200))
+    for number in stored:
+        bench.storage.objects[STATES.name(keys[number])] = b""
+    assert await bench.do(FIND, keys, [], b"") == (max(stored) + 1 if stored else 0)
+    deepest = max(stored, default=0)
+    assert bench.storage.calls == ["exists"] * -(-(200 - deepest) // BATCH_NAMES)
+
+
+async def test_a_search_finds_nothing_in_a_storage_that_is_down(bench: Bench) -> None:
+    await bench.do_states(STORE, KEYS[:2], [0, 1])
+    bench.storage.is_down = True
+    assert await bench.do(FIND, KEYS[:2], [], b"") == 0
+
+
+async def test_a_closed_stream_s_slots_are_neither_read_nor_written(bench: Bench) -> None:
+    await bench.do_states(STORE, KEYS[:1], [0])
+    bench.stream_pages.close()
+    with pytest.raises(StreamEndedError):
+        bench.stream_pages.read_state(0)
+    with pytest.raises(StreamEndedError):
+        bench.stream_pages.write_state(5, memoryview(bytes(9)))
+    assert bench.states.contents[5] == b"state   5"
