@@ -61,6 +61,7 @@ class CacheMeter:
                 metrics.PAGES.labels("host", state).set(getattr(accounts, state))
             if cache.host.storage is not None:
                 metrics.STORAGE_MISSES.set(cache.host.storage.misses)
+                metrics.STORAGE_UNUSED_PAGES.set(cache.host.storage.unused_pages)
 
 
 class TierMeter:

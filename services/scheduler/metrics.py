@@ -154,6 +154,10 @@ STORAGE_MISSES = Gauge(
     "pando_scheduler_storage_misses",
     "Look-ups in storage that did not bring all that was asked for, since start; the workers count them by reason.",
 )
+STORAGE_UNUSED_PAGES = Gauge(
+    "pando_scheduler_storage_unused_pages",
+    "Pages read from storage without a snapshot after them, which recurrent layers need, since start.",
+)
 PREFILL_LEASES = Gauge("pando_scheduler_prefill_leases", "Prompts whose pages other groups may read now.")
 REMOTE_PREFILLS_TOTAL = Counter(
     "pando_scheduler_remote_prefills_total",

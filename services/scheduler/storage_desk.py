@@ -66,11 +66,6 @@ class StorageDesk:
         """
         if not capacity.has_storage or host is None:
             return None
-        if capacity.recurrent_states is not None:
-            raise ConfigurationError(
-                "worker.storage.location: the model has recurrent layers, whose states are kept on the device and the "
-                "host only; leave it out"
-            )
         config = resolve_storage(self._settings, capacity)
         if self._keyring is None:
             secret = read_secret("scheduler.storage.secret", self._settings.secret, LEAST_SECRET)

@@ -339,6 +339,8 @@ class SimulatedWorker:
         slots: set[int] = set()
         for opened in self.open.values():
             transfer = opened.transfer
+            if transfer.direction.uses_storage:
+                continue
             writes = (transfer.direction is not TransferDirection.DEVICE_TO_HOST) == is_device
             if writes or not is_written:
                 slots.update((transfer.device_snapshots if is_device else transfer.host_snapshots).tolist())

@@ -57,11 +57,11 @@ def summary(state: scheduler_pb2.GetStateResponse) -> Table:
     table.add_row("leaked pages", f"{state.leaked_pages:,}")
     if state.HasField("storage"):
         storage = state.storage
-        table.add_row(
-            "storage",
-            f"{storage.stored_pages:,} pages stored, {storage.fetched_pages:,} fetched, {storage.misses:,} misses; "
-            f"prefetch {storage.prefetch}",
-        )
+        text = f"{storage.stored_pages:,} pages stored, {storage.fetched_pages:,} fetched, {storage.misses:,} misses; "
+        if storage.stored_snapshots or storage.fetched_snapshots or storage.unused_pages:
+            text += f"{storage.stored_snapshots:,} snapshots stored, {storage.fetched_snapshots:,} fetched, "
+            text += f"{storage.unused_pages:,} pages without one; "
+        table.add_row("storage", f"{text}prefetch {storage.prefetch}")
     return table
 
 

@@ -85,6 +85,11 @@ class StateSnapshots:
         """Slots that belong to neither pages nor rows, but to open copies, or to leases of what has been dropped."""
         return len(self._moving)
 
+    @property
+    def moving_slots(self) -> frozenset[SnapshotSlot]:
+        """The slots of `moving`, for audits."""
+        return frozenset(self._moving)
+
     # --- of rows ---
 
     def try_allocate(self) -> SnapshotSlot | None:
@@ -118,10 +123,10 @@ class StateSnapshots:
             self._moving.add(slot)
         return slot
 
-    def arrive(self, page: int, source: SnapshotEntry, slot: SnapshotSlot) -> None:
-        """Let a slot that a copy of `source` has filled belong to a page; it is freed if the owner has one there."""
+    def arrive(self, page: int, owner: Account, slot: SnapshotSlot) -> None:
+        """Let a slot that a copy has filled belong to a page; it is freed if the owner has a snapshot there."""
         self._moving.remove(slot)
-        entry = self._keep(page, source.owner.scope, slot, source.owner)
+        entry = self._keep(page, owner.scope, slot, owner)
         entry.wants_copy = False
 
     def settle(self, page: int, scope: Scope, slot: SnapshotSlot) -> None:

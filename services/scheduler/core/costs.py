@@ -77,14 +77,22 @@ class LoadCosts:
             return True
         return self._load_s(tokens if copied_tokens is None else copied_tokens) < tokens / self._prefill.value
 
-    def storage_pays(self, tokens: int, reads: int) -> bool:
+    def storage_pays(self, tokens: int, reads: int, more_tokens: int = 0) -> bool:
         """Return whether reading `tokens` tokens from storage, in `reads` reads in turn, is faster than computing them.
 
-        They are loaded from the host then. True while the rate of storage or of prefill has not been measured.
+        They are loaded from the host then, and the memory of `more_tokens` tokens with them. True while the rate of
+        storage or of prefill has not been measured.
         """
         if not self._prefill.value or not self._storage.value:
             return True
-        return self._storage_s(tokens, reads) < tokens / self._prefill.value
+        return self._storage_s(tokens + more_tokens, reads) < tokens / self._prefill.value
+
+    def least_stored(self, reads: int, more_tokens: int) -> int:
+        """Return the least tokens for which `storage_pays`, as it does for some number; 0 while that is unknown."""
+        if not self._prefill.value or not self._storage.value:
+            return 0
+        fixed_s = self._storage_s(more_tokens, reads)
+        return self._least(fixed_s, self._storage_s(more_tokens + 1, reads) - fixed_s) or 0
 
     def peer_pays(self, tokens: int = 1, copied_tokens: int = 1) -> bool:
         """Return whether pages come from another group's workers, and from the host, faster than they are computed.

@@ -10,6 +10,7 @@ from common.types import CacheMode
 from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.cache.tiers.peer_reads import PromptUse
 from services.scheduler.cache.tiers.storage_reads import reads_of
+from services.scheduler.cache.tiers.stored_states import READS
 from services.scheduler.core.sequence import Wait
 
 if TYPE_CHECKING:
@@ -110,8 +111,13 @@ class LoadBack:
         missing -= (match.device_tokens + match.host_tokens) // self._page_size
         tokens = missing * self._page_size
         is_wanted = self.host.storage.config.policy is PrefetchPolicy.WAIT_COMPLETE
-        if is_wanted or self.costs.storage_pays(tokens, reads_of(missing)):
-            sequence.fetch = self.host.prefetch(view, token_ids)
+        # A snapshot of recurrent states is read with them, and the pages before it at once.
+        states = self.host.states
+        more = 0 if states is None else states.host.interval * self._page_size
+        reads = reads_of(missing) if states is None else READS
+        if is_wanted or self.costs.storage_pays(tokens, reads, more):
+            least = 0 if is_wanted or states is None else self.costs.least_stored(reads, more)
+            sequence.fetch = self.host.prefetch(view, token_ids, least_pages=-(-least // self._page_size))
             return
         if missing < self.host.storage.config.min_pages:
             return
@@ -195,8 +201,7 @@ class LoadBack:
         if sequence.remote is not None:
             self.host.peers.give_up(sequence.remote)
         if sequence.fetch is not None:
-            prefetch = sequence.fetch.prefetch
-            sequence.storage_tokens = (prefetch.position - prefetch.first) * self._page_size
+            sequence.storage_tokens = sequence.fetch.found_pages * self._page_size
             self.host.end_prefetch(sequence.fetch)
             sequence.fetch = None
 
@@ -266,8 +271,12 @@ class LoadBack:
         transfer = self.host.finish(ack)
         if transfer is None or started_at is None:
             return
-        moved = self.moved.get(transfer.direction, Moved())
-        self.moved[transfer.direction] = moved.plus(ack.done_pages, ack.duration_us / 1e6)
+        moved, done = self.moved.get(transfer.direction, Moved()), ack.done_pages
+        if len(transfer.host_snapshots) and transfer.direction.uses_storage:
+            done = done * self.host.weight(transfer) // transfer.pages
+        elif transfer.direction is TransferDirection.FIND_IN_STORAGE:
+            done = 0
+        self.moved[transfer.direction] = moved.plus(done, ack.duration_us / 1e6)
         if transfer.direction is TransferDirection.HOST_TO_DEVICE:
             tokens = self.host.weight(transfer) * self._page_size
             self.loading_tokens -= tokens
@@ -277,8 +286,8 @@ class LoadBack:
             tokens, beside_others = pages * self._page_size, self.host.peers.is_reading
             self.costs.saw_peer_read(tokens, ack.duration_us / 1e6, beside_others=beside_others)
         elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
-            tokens = ack.done_pages * self._page_size
-            self.costs.saw_storage_read(tokens, transfer.pages, ack.duration_us / 1e6, now - started_at)
+            pages = self.host.weight(transfer)
+            self.costs.saw_storage_read(done * self._page_size, pages, ack.duration_us / 1e6, now - started_at)
 
     def forget_all(self) -> None:
         """Start over: the workers are gone, and both tiers with them."""

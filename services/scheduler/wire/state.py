@@ -181,6 +181,9 @@ def storage_to_wire(storage: StorageTier) -> scheduler_pb2.StorageAccounting:
         misses=storage.misses,
         reading_pages=storage.reading_pages,
         writing_pages=storage.writing_pages,
+        stored_snapshots=storage.stored_snapshots,
+        fetched_snapshots=storage.fetched_snapshots,
+        unused_pages=storage.unused_pages,
     )
 
 

@@ -45,10 +45,11 @@ def test_where_the_workers_have_a_storage_the_host_tier_gets_it(tmp_path: Path) 
     assert (tmp_path / "ring").exists()
 
 
-def test_states_of_recurrent_layers_are_refused_by_name(tmp_path: Path) -> None:
-    capacity = replace(CAPACITY, recurrent_states=RecurrentStates(4, 1000, 4))
-    with pytest.raises(ConfigurationError, match=r"worker\.storage\.location.*recurrent"):
-        StorageDesk(settings(tmp_path / "ring")).attach(make_cache().host, capacity)
+def test_a_model_with_recurrent_layers_gets_a_storage_too(tmp_path: Path) -> None:
+    capacity, cache = replace(CAPACITY, recurrent_states=RecurrentStates(4, 1000, 4)), make_cache()
+    StorageDesk(settings(tmp_path / "ring")).attach(cache.host, capacity)
+    assert cache.host is not None
+    assert cache.host.storage is not None
 
 
 def test_without_storage_or_host_tier_no_secret_is_made(tmp_path: Path) -> None:
@@ -110,9 +111,10 @@ def test_storage_traffic_is_reported(tmp_path: Path) -> None:
     assert storage is not None
     storage.stored_pages, storage.fetched_pages, storage.misses = 1, 2, 3
     storage.reading_pages, storage.writing_pages = 4, 5
+    storage.stored_snapshots, storage.fetched_snapshots, storage._reads.unused_pages = 6, 7, 8
     message = storage_to_wire(storage)
     assert message.prefetch == "best_effort"
-    assert [value for _, value in message.ListFields()][1:] == [1, 2, 3, 4, 5]
+    assert [value for _, value in message.ListFields()][1:] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_by_default_the_keyring_is_with_the_users_other_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1069,6 +1069,9 @@ class StorageAccounting(_message.Message):
     MISSES_FIELD_NUMBER: _builtins.int
     READING_PAGES_FIELD_NUMBER: _builtins.int
     WRITING_PAGES_FIELD_NUMBER: _builtins.int
+    STORED_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    FETCHED_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    UNUSED_PAGES_FIELD_NUMBER: _builtins.int
     prefetch: _builtins.str
     """off, best_effort, timeout or wait_complete."""
     stored_pages: _builtins.int
@@ -1076,8 +1079,13 @@ class StorageAccounting(_message.Message):
     misses: _builtins.int
     """Loads that ended before all requested pages were read: the other pages are not in storage, or reading failed."""
     reading_pages: _builtins.int
-    """Currently in transfer."""
+    """Currently in transfer, with the memory of snapshots."""
     writing_pages: _builtins.int
+    stored_snapshots: _builtins.int
+    """Snapshots of recurrent states."""
+    fetched_snapshots: _builtins.int
+    unused_pages: _builtins.int
+    """Fetched pages without a snapshot after them, which recurrent layers need."""
     def __init__(
         self,
         *,
@@ -1087,10 +1095,13 @@ class StorageAccounting(_message.Message):
         misses: _builtins.int = ...,
         reading_pages: _builtins.int = ...,
         writing_pages: _builtins.int = ...,
+        stored_snapshots: _builtins.int = ...,
+        fetched_snapshots: _builtins.int = ...,
+        unused_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_pages", b"fetched_pages", "misses", b"misses", "prefetch", b"prefetch", "reading_pages", b"reading_pages", "stored_pages", b"stored_pages", "writing_pages", b"writing_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_pages", b"fetched_pages", "fetched_snapshots", b"fetched_snapshots", "misses", b"misses", "prefetch", b"prefetch", "reading_pages", b"reading_pages", "stored_pages", b"stored_pages", "stored_snapshots", b"stored_snapshots", "unused_pages", b"unused_pages", "writing_pages", b"writing_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,7 +340,9 @@ class Loads:
 
 def weight_of(transfer: Transfer, store: NodeStore) -> int:
     """Return the memory that a transfer copies, in pages."""
-    return transfer.pages + len(transfer.device_snapshots) * store.config.snapshot_interval
+    pages = max(len(transfer.device_pages), len(transfer.host_pages))
+    snapshots = max(len(transfer.device_snapshots), len(transfer.host_snapshots))
+    return pages + snapshots * store.config.snapshot_interval
 
 
 def _slots(slots: Iterable[int]) -> PageIds:

@@ -81,10 +81,15 @@ class HostTier:
 
     def add_storage(self, config: StorageConfig, names: PageNames) -> None:
         """Add a storage tier below: copies are stored, and missing pages looked up there."""
-        self.storage = StorageTier(self._store, self.pages, self.ledger, config, names)
+        self.storage = StorageTier(self._store, self.pages, self.ledger, config, names, self.states)
 
-    def prefetch(self, view: View, token_ids: TokenIds, max_pages: int | None = None) -> Fetch | None:
+    def prefetch(
+        self, view: View, token_ids: TokenIds, max_pages: int | None = None, least_pages: int = 0
+    ) -> Fetch | None:
         """Start to look up a request's missing pages in storage, or the first `max_pages` of them.
+
+        With recurrent layers, a snapshot is of use if it saves computing `least_pages`. Without `max_pages`, pages are
+        looked up as far as they have one.
 
         Returns None without a storage tier.
         """
@@ -92,7 +97,7 @@ class HostTier:
             return None
         given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy(), "max_pages": max_pages}
         with self._operation("prefetch", given) as outcome:
-            fetch = self.storage.prefetch(self._view_of(view), token_ids, max_pages)
+            fetch = self.storage.prefetch(self._view_of(view), token_ids, max_pages, least_pages)
             outcome["fetch"] = fetch and fetch.number
         return fetch
 
@@ -269,8 +274,11 @@ class HostTier:
             self.ledger.close(opened)
 
     def _finish_states(self, opened: OpenTransfer) -> None:
-        if self.states is not None:
-            self.states.finish(opened.transfer)
+        if self.states is None:
+            return
+        for node in self.states.finish(opened.transfer):
+            if self.storage is not None:
+                self.storage.note_states(node)
 
     def _keep(self, opened: OpenTransfer) -> int:
         """Assign copies to the nodes that they were made for; return the number of their pages."""
@@ -300,6 +308,8 @@ class HostTier:
         self.ledger.split(node, upper)
         if self.states is not None:
             self.states.split(node, upper)
+        if self.storage is not None:
+            self.storage.split(node, upper)
 
     def absorb(self, node: Node) -> None:
         self.pages.absorb(node)

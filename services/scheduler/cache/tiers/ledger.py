@@ -123,15 +123,23 @@ class TransferLedger:
         self._register(OpenTransfer(transfer, end, parts))
         return transfer
 
-    def open_stored(self, direction: TransferDirection, end: Node, host_pages: PageIds, keys: ObjectKeys) -> Transfer:
-        """Start a transfer with storage; it takes over one reference on each page.
+    def open_stored(
+        self,
+        direction: TransferDirection,
+        end: Node,
+        host_pages: PageIds,
+        keys: ObjectKeys,
+        host_snapshots: PageIds = NO_PAGES,
+    ) -> Transfer:
+        """Start a transfer with storage, of pages or of snapshots; it takes over one reference on each page.
 
         It has no target nodes, but needs the path to `end`: as the source, or as the parent of pages that arrive from
         storage.
         """
         transfer = Transfer(
-            TransferId(self._next), direction, host_pages=host_pages, object_keys=keys.names, cipher_key=keys.cipher_key
-        )
+            TransferId(self._next), direction, host_pages=host_pages, object_keys=keys.names,
+            cipher_key=keys.cipher_key, host_snapshots=host_snapshots,
+        )  # fmt: skip
         self._next += 1
         self._register(OpenTransfer(transfer, end, {}))
         return transfer

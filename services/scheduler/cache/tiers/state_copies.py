@@ -156,20 +156,28 @@ class StateCopies:
 
     # --- both ---
 
-    def finish(self, transfer: Transfer) -> None:
-        """Let the snapshots that a transfer has copied belong to the pages of their nodes on the other tier."""
+    def finish(self, transfer: Transfer) -> list[Node]:
+        """Let the snapshots that a transfer has copied belong to the pages of their nodes on the other tier.
+
+        Return the nodes that have more snapshots on the host now.
+        """
+        backed_up = []
         is_load = transfer.direction is TransferDirection.HOST_TO_DEVICE
         sources, targets = (self.host, self.device) if is_load else (self.device, self.host)
         for copy in self._open.pop(transfer.transfer_id, []):
+            node = copy.node
             self._forget(copy)
             sources.give_back(copy.source)
             pages = _target_pages(copy, is_load=is_load)
             if pages is None:
                 targets.cancel(copy.target)
                 continue
-            targets.arrive(int(pages[copy.offset]), copy.source, copy.target)
+            targets.arrive(int(pages[copy.offset]), copy.source.owner, copy.target)
             self.loaded += is_load
             self.backed_up += not is_load
+            if not is_load and node is not None:
+                backed_up.append(node)
+        return backed_up
 
     def drop(self, transfer: Transfer) -> None:
         """End a transfer whose copies are of no use, as the workers are gone."""

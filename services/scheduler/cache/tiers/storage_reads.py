@@ -1,4 +1,8 @@
-"""Loads pages from storage to the host, for waiting requests: lookup by runs, under the names of several scopes."""
+"""Loads pages from storage to the host, for waiting requests: lookup by runs, under the names of several scopes.
+
+With recurrent layers, pages are of use up to a snapshot only, which is searched for when the first page is there; see
+`stored_states.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ from common.types import Sharing
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
+from services.scheduler.cache.tiers.copies import weight_of
+from services.scheduler.cache.tiers.stored_states import StateSearch, Step
 from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import PUBLIC_SCOPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from common.transfers import Transfer, TransferAck
     from common.types import TokenIds
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.config import PageNames, StorageConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.stored_states import StateReads
     from services.scheduler.cache.types import Scope
 
 # Number of suspects that are remembered.
@@ -43,13 +50,40 @@ class Fetch:
     prefetch: Prefetch
     # Sequential number of the lookup.
     number: int
+    # Of a snapshot of recurrent states; None: the model has none, or only pages are looked up.
+    search: StateSearch | None = None
     # Time from which its request could have started.
     awaited_since: float | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether no more pages will arrive."""
-        return self.prefetch.is_done
+        """Whether no more pages will arrive, and no snapshot."""
+        return self.prefetch.is_done and (self.search is None or self.search.is_done)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is a transfer to begin."""
+        return self.prefetch.peek_run() is not None or (self.search is not None and self.search.step is not None)
+
+    @property
+    def found_pages(self) -> int:
+        """Pages that have arrived and are of use."""
+        found = self.prefetch.position if self.search is None else min(self.prefetch.position, self.search.arrived)
+        return max(found - self.prefetch.first, 0)
+
+    def settle(self) -> None:
+        """Choose what to do next about snapshots, if no pages are requested or in flight."""
+        prefetch = self.prefetch
+        if self.search is None or not prefetch.is_done:
+            return
+        lacks_pages = prefetch.first < len(self.hashes)
+        self.search.settle(prefetch.position, has_pages=prefetch.position > prefetch.first or not lacks_pages)
+
+    def read_pages_of_snapshot(self) -> None:
+        """Request the missing pages before a snapshot that was found."""
+        search = self.search
+        if search is not None and search.found is not None and not search.is_done:
+            self.prefetch.extend(search.found[0])
 
 
 class StorageReads:
@@ -61,8 +95,17 @@ class StorageReads:
     """
 
     def __init__(
-        self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
+        self,
+        store: NodeStore,
+        host: HostPages,
+        ledger: TransferLedger,
+        config: StorageConfig,
+        names: PageNames,
+        states: StateReads | None = None,
     ) -> None:
+        # Pages that have arrived without a snapshot after them, which would have made them of use.
+        self.unused_pages = 0
+        self._states = states
         self._store = store
         self._arrivals = Arrivals(store)
         self._host = host
@@ -75,11 +118,12 @@ class StorageReads:
         self._begun = 0
         self._fetches: dict[Fetch, None] = {}
         self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
+        self._steps: dict[OpenTransfer, Fetch] = {}
         self._suspects: OrderedDict[int, None] = OrderedDict()
 
     def has_work(self, now: float) -> bool:
         """Whether there are pages to request that the rate allows."""
-        return self._rate.available(now) >= 1 and any(fetch.prefetch.peek_run() for fetch in self._fetches)
+        return self._rate.available(now) >= 1 and any(fetch.is_due for fetch in self._fetches)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
         """Look up no shared pages for subjects that appear to have probed: nodes hidden from them stay hidden."""
@@ -89,23 +133,33 @@ class StorageReads:
         while len(self._suspects) > REMEMBERED_SUSPECTS:
             self._suspects.popitem(last=False)
 
-    def begin(self, viewer: Account, token_ids: TokenIds, max_pages: int | None) -> Fetch | None:
+    def begin(self, viewer: Account, token_ids: TokenIds, max_pages: int | None, least_pages: int = 0) -> Fetch | None:
         """Start to look up a request's pages missing in a view; None if they are too few, or cannot be attached.
 
         With `max_pages`, only so many of them are requested, at once, without asking for a single page first.
+        Otherwise, with recurrent layers, they are as far as there is a snapshot that saves computing `least_pages`.
         """
         tree = self._store.tree
         key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
-        if end - match.pages < self._min_pages or not can_grow(match.partial or match.node):
-            return None
+        scopes, search, first_run, end_of_pages = self._scopes(viewer), None, 1, end
         if max_pages is not None:
-            end = min(end, match.pages + max_pages)
-        first_run = 1 if max_pages is None else end - match.pages
-        scopes = self._scopes(viewer)
+            end = end_of_pages = min(end, match.pages + max_pages)
+            first_run = end - match.pages
+        elif self._states is not None:
+            if not self._states.has_slots:
+                return None
+            least = self._states.resumable_pages(viewer, key, end) + max(self._min_pages, least_pages)
+            search = StateSearch(scopes, least, end, self._states.interval)
+            end_of_pages = min(end, match.pages + 1)
+        is_of_use = end - match.pages >= self._min_pages if search is None else not search.is_done
+        if not is_of_use or not can_grow(match.partial or match.node):
+            return None
         hashes = chain_hashes(key.slice(0, end), tree.page_bytes)
         self._begun += 1
-        fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end, first_run), self._begun)
+        prefetch = Prefetch(scopes, match.pages, end_of_pages, first_run)
+        fetch = Fetch(viewer.scope, key, hashes, prefetch, self._begun, search)
+        fetch.settle()
         self._fetches[fetch] = None
         return fetch
 
@@ -127,8 +181,17 @@ class StorageReads:
     def give_up(self, fetch: Fetch) -> None:
         """Stop requesting pages; those in flight are kept when they arrive."""
         fetch.prefetch.stop()
-        if fetch.is_done:
-            self._fetches.pop(fetch, None)
+        if fetch.search is not None:
+            fetch.search.stop()
+        self._forget_if_done(fetch)
+
+    def _forget_if_done(self, fetch: Fetch) -> None:
+        if not fetch.is_done or fetch not in self._fetches:
+            return
+        del self._fetches[fetch]
+        if self._states is not None:
+            arrived = fetch.prefetch.position - fetch.prefetch.first
+            self.unused_pages += arrived - (0 if fetch.search is None else fetch.found_pages)
 
     def plan(self, room: int, now: float) -> Iterable[Transfer]:
         """Start the transfers that `room` pages and the rate allow, oldest request first."""
@@ -144,6 +207,50 @@ class StorageReads:
                 room -= pages
                 self._rate.take(pages, now)
                 yield transfer
+            if fetch.search is None or fetch.search.step is None:
+                continue
+            if min(room, self._rate.available(now)) < 1:
+                return
+            transfer = self._begin_step(fetch, fetch.search)
+            if transfer is None:
+                self.give_up(fetch)
+                continue
+            weight = weight_of(transfer, self._store)
+            room -= max(weight, 1)
+            self._rate.take(weight, now)
+            yield transfer
+
+    def _begin_step(self, fetch: Fetch, search: StateSearch) -> Transfer | None:
+        """Start to search for a snapshot, or to read it; None if there is no place for it on the host."""
+        assert self._states is not None, "it has begun the search"
+        if search.step is Step.SEARCH:
+            transfer: Transfer | None = self._states.search(search, fetch.hashes)
+        else:
+            transfer = self._states.read(search, fetch.scope, fetch.key, fetch.hashes)
+        if transfer is not None:
+            opened = self._ledger.get(transfer.transfer_id)
+            assert opened is not None, "it was opened just now"
+            self._steps[opened] = fetch
+        return transfer
+
+    def finish_states(self, opened: OpenTransfer, ack: TransferAck) -> int:
+        """Record the end of a search or of the read of a snapshot; return the number of snapshots that arrived."""
+        assert self._states is not None, "it has begun the transfer"
+        fetch = self._steps.pop(opened)
+        arrived = self._states.finish(opened, ack)
+        fetch.read_pages_of_snapshot()
+        fetch.settle()
+        self._forget_if_done(fetch)
+        return arrived
+
+    def revoke(self, is_meant: Callable[[Scope], bool]) -> None:
+        """Let snapshots that are being read be dropped when they arrive, if their names or readers are meant."""
+        if self._states is not None:
+            self._states.revoke(is_meant)
+
+    def faults(self) -> list[str]:
+        """Return inconsistencies, for audits."""
+        return [] if self._states is None else self._states.faults()
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
         """Attach the pages that arrived; return the number of new ones on the host."""
@@ -154,16 +261,23 @@ class StorageReads:
         if new:
             pages = opened.transfer.host_pages[ack.done_pages - new : ack.done_pages]
             kept = self._arrivals.attach(fetch.scope, fetch.key, position, pages, run.scope)
-        if fetch.is_done or (new and not kept):
+        if new and not kept:
             self.give_up(fetch)
+        fetch.settle()
+        self._forget_if_done(fetch)
         return kept
 
     def forget_all(self) -> None:
         """Start over: the transfers are cancelled."""
         for fetch in self._fetches:
             fetch.prefetch.abandon()
+            if fetch.search is not None:
+                fetch.search.abandon()
         self._fetches.clear()
         self._runs.clear()
+        self._steps.clear()
+        if self._states is not None:
+            self._states.forget_all()
 
     def _ask(self, fetch: Fetch, pages: int) -> Transfer | None:
         """Request the first `pages` pages of a lookup's next run; None if there is no place for them on the host."""
@@ -211,18 +325,20 @@ class Prefetch:
     """
 
     def __init__(self, scopes: Sequence[Scope], position: int, end: int, first_run: int = 1) -> None:
-        """Look for pages [position, end), of which at least one is missing, under the names of `scopes`.
+        """Look for pages [position, end), all of which are missing, under the names of `scopes`.
 
         The first run under each name has `first_run` pages.
         """
-        assert position < end
+        assert position <= end
         self.first = position
         self.position = position
         self._scopes = scopes
         self._end = end
         self._open = 0
         self._missed: set[Scope] = set()
-        self._next = [Run(scope, position, first_run) for scope in scopes]
+        self._next = [Run(scope, position, first_run) for scope in scopes] if position < end else []
+        # The name under which the last pages were found.
+        self._found_as = scopes[0]
 
     @property
     def is_done(self) -> bool:
@@ -240,6 +356,14 @@ class Prefetch:
         self._open += 1
         return Run(run.scope, run.first, pages)
 
+    def extend(self, end: int) -> None:
+        """Look for pages up to `end`, too, which are there: all at once, under the name of those before."""
+        assert self.is_done
+        if end > self.position:
+            self._end = end
+            self._missed.clear()
+            self._next = [Run(self._found_as, self.position, end - self.position)]
+
     def stop(self) -> None:
         """Request nothing more."""
         self._next = []
@@ -256,6 +380,7 @@ class Prefetch:
         new = max(run.first + done - self.position, 0)
         if new:
             self.position += new
+            self._found_as = run.scope
             self._missed.clear()
         if done < run.pages:
             if run.first + done == self.position:

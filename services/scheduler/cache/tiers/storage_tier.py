@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,9 @@ from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.tiers.config import CommonNames, PrefetchPolicy
+from services.scheduler.cache.tiers.copies import weight_of
 from services.scheduler.cache.tiers.storage_reads import StorageReads
+from services.scheduler.cache.tiers.stored_states import StateReads, StateWrites, state_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.config import PageNames, StorageConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.state_copies import StateCopies
     from services.scheduler.cache.tiers.storage_reads import Fetch
 
 # Maximum number of names in one transfer that drops objects: 32 kB.
@@ -37,33 +41,53 @@ class StorageTier:
     """
 
     def __init__(
-        self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
+        self,
+        store: NodeStore,
+        host: HostPages,
+        ledger: TransferLedger,
+        config: StorageConfig,
+        names: PageNames,
+        states: StateCopies | None = None,
     ) -> None:
-        """Use the host's pages, with transfers in `ledger`; `names` supplies the names of pages in storage."""
+        """Use the host's pages and snapshots, with transfers in `ledger`; `names` supplies their names in storage."""
         self.config = config
         self.stored_pages = 0
         self.fetched_pages = 0
+        self.stored_snapshots = 0
+        self.fetched_snapshots = 0
         # Lookups that did not return all requested pages, because they are missing or damaged, or storage failed.
         self.misses = 0
         self._store = store
         if store.config.mode is Mode.SHARED:
             names = CommonNames(names)
         self._names = names
-        self._writes = StorageWrites(store, ledger, names)
-        self._reads = StorageReads(store, host, ledger, config, names)
+        state_writes = None if states is None else StateWrites(ledger, names, states)
+        state_reads = None if states is None else StateReads(store, ledger, names, states)
+        self._writes = StorageWrites(store, ledger, names, state_writes)
+        self._reads = StorageReads(store, host, ledger, config, names, state_reads)
         # Transfers prevent the eviction of pages, so most of a small tier is left alone.
         self._window = max(1, min(config.window_pages, host.allocator.capacity // 4))
-        # Pages in flight now.
+        # Memory in flight now, in pages; a search counts as one.
         self.reading_pages = 0
         self.writing_pages = 0
 
+    @property
+    def unused_pages(self) -> int:
+        """Pages that were read for requests with recurrent layers, but no snapshot after them."""
+        return self._reads.unused_pages
+
     # --- called by the scheduler ---
 
-    def prefetch(self, viewer: Account, token_ids: TokenIds, max_pages: int | None = None) -> Fetch | None:
-        """Start to look up a request's pages that are missing in a view, or the first `max_pages` of them."""
+    def prefetch(
+        self, viewer: Account, token_ids: TokenIds, max_pages: int | None = None, least_pages: int = 0
+    ) -> Fetch | None:
+        """Start to look up a request's pages that are missing in a view, or the first `max_pages` of them.
+
+        With recurrent layers, also the deepest snapshot that saves computing at least `least_pages`.
+        """
         if self.config.policy is PrefetchPolicy.OFF:
             return None
-        return self._reads.begin(viewer, token_ids, max_pages)
+        return self._reads.begin(viewer, token_ids, max_pages, least_pages)
 
     def is_awaited(self, fetch: Fetch, now: float) -> bool:
         """Whether a request that could start now must wait for its pages."""
@@ -93,22 +117,33 @@ class StorageTier:
     def plan(self, now: float) -> Iterable[Transfer]:
         """Start the transfers that there is room for: reads, then writes."""
         for transfer in self._reads.plan(self._window - self.reading_pages, now):
-            self.reading_pages += transfer.pages
+            self.reading_pages += self._weight(transfer)
             yield transfer
         for transfer in self._writes.plan(max(self._window // 2, 1) - self.writing_pages):
-            self.writing_pages += len(transfer.host_pages)
+            self.writing_pages += self._weight(transfer)
             yield transfer
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
         """Record that all ranks have finished a transfer; the caller closes it."""
         transfer = opened.transfer
+        has_states = len(transfer.host_snapshots) > 0
         if transfer.direction is TransferDirection.STORAGE_TO_HOST:
-            self.reading_pages -= transfer.pages
+            self.reading_pages -= self._weight(transfer)
             self.misses += ack.done_pages < transfer.pages
-            self.fetched_pages += self._reads.finish(opened, ack)
+            if has_states:
+                self.fetched_snapshots += self._reads.finish_states(opened, ack)
+            else:
+                self.fetched_pages += self._reads.finish(opened, ack)
+        elif transfer.direction is TransferDirection.FIND_IN_STORAGE:
+            self.reading_pages -= self._weight(transfer)
+            self._reads.finish_states(opened, ack)
         elif transfer.direction is TransferDirection.HOST_TO_STORAGE:
-            self.writing_pages -= transfer.pages
-            self.stored_pages += ack.done_pages
+            self.writing_pages -= self._weight(transfer)
+            if has_states:
+                self._writes.finish_states(transfer)
+                self.stored_snapshots += ack.done_pages
+            else:
+                self.stored_pages += ack.done_pages
 
     def forget_all(self) -> None:
         """Start over: the workers and the host tier are gone; storage is not."""
@@ -116,12 +151,25 @@ class StorageTier:
         self._reads.forget_all()
         self._writes.forget_all()
 
+    def faults(self) -> list[str]:
+        """Return inconsistencies, for audits."""
+        return [*self._reads.faults(), *self._writes.faults()]
+
     # --- called by the cache ---
 
     def note(self, node: Node) -> None:
         """Note a node whose copy on the host is new, or whose owner has changed."""
         if self.config.writes:
             self._writes.note(node)
+
+    def note_states(self, node: Node) -> None:
+        """Note a node whose pages have more snapshots on the host."""
+        if self.config.writes:
+            self._writes.note_states(node)
+
+    def split(self, node: Node, upper: Node) -> None:
+        """Follow a split: both halves are still to be stored."""
+        self._writes.split(node, upper)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
         """Note subjects that appear to have probed shared prompts."""
@@ -133,6 +181,7 @@ class StorageTier:
         Their remaining pages are stored again, under new names and a new key.
         """
         self._names.revoke(account.scope)
+        self._reads.revoke(lambda scope: scope == account.scope)
         if account.is_public:
             self._note_all(self._store.tree.walk_owned(account))
         else:
@@ -149,6 +198,11 @@ class StorageTier:
         for account in accounts:
             self._writes.drop(account)
         self._names.revoke((subject.tenant, subject.name))
+        self._reads.revoke(lambda scope: scope[:2] == (subject.tenant, subject.name))
+
+    def _weight(self, transfer: Transfer) -> int:
+        """Return the memory that a transfer takes, in pages."""
+        return max(weight_of(transfer, self._store), transfer.direction is TransferDirection.FIND_IN_STORAGE)
 
     def _note_all(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -157,18 +211,22 @@ class StorageTier:
 
 
 class StorageWrites:
-    """Stores nodes that have a copy on the host, once under each owner, and drops stored pages.
+    """Stores nodes that have a copy on the host, once under each owner, and drops stored pages and snapshots.
 
     Of public nodes only pinned ones are stored as public. Others are public by choices of tenants, which may end while
     no scheduler has the node in memory; they are stored under each of these tenants already.
     """
 
-    def __init__(self, store: NodeStore, ledger: TransferLedger, names: PageNames) -> None:
+    def __init__(
+        self, store: NodeStore, ledger: TransferLedger, names: PageNames, states: StateWrites | None = None
+    ) -> None:
         self._store = store
         self._ledger = ledger
         self._names = names
+        self._states = states
         self._is_shared = store.config.mode is Mode.SHARED
-        self._noted: dict[Node, None] = {}
+        # Nodes, and whether their pages are to be stored besides their snapshots.
+        self._noted: dict[Node, bool] = {}
         self._dropped: list[bytes] = []
 
     @property
@@ -178,7 +236,16 @@ class StorageWrites:
 
     def note(self, node: Node) -> None:
         """Note a node whose copy on the host is new, or whose owner has changed."""
-        self._noted[node] = None
+        self._noted[node] = True
+
+    def note_states(self, node: Node) -> None:
+        """Note a node whose pages have more snapshots on the host."""
+        self._noted.setdefault(node, False)
+
+    def split(self, node: Node, upper: Node) -> None:
+        """Follow a split: both halves are still to be stored."""
+        if node in self._noted:
+            self._noted[upper] = self._noted[node]
 
     def drop(self, account: Account) -> None:
         """Drop all stored pages that the tree has as an account's own."""
@@ -196,26 +263,47 @@ class StorageWrites:
             yield self._ledger.open_stored(TransferDirection.DROP_FROM_STORAGE, root, _NO_PAGES, keys)
         while self._noted and room > 0:
             node = next(iter(self._noted))
-            del self._noted[node]
-            if node.is_dead or node.host_pages is None or not self._may_store(node):
+            has_pages = self._noted.pop(node)
+            if node.is_dead or node.host_pages is None:
                 continue
-            room -= node.size
-            self._ledger.retain_host(node.host_pages)
-            direction = TransferDirection.HOST_TO_STORAGE
-            yield self._ledger.open_stored(direction, node, node.host_pages, self._keys(node))
+            hashes = self._hashes(node)
+            if has_pages and self._may_store(node, node.owner):
+                room -= node.size
+                self._ledger.retain_host(node.host_pages)
+                keys = self._names.keys(node.owner_id, hashes)
+                yield self._ledger.open_stored(TransferDirection.HOST_TO_STORAGE, node, node.host_pages, keys)
+            if self._states is None:
+                continue
+            for transfer in self._states.plan(node, hashes, partial(self._may_store, node)):
+                room -= weight_of(transfer, self._store)
+                yield transfer
+
+    def finish_states(self, transfer: Transfer) -> None:
+        """Record that all ranks have stored a snapshot."""
+        assert self._states is not None, "it has begun the transfer"
+        self._states.finish(transfer)
 
     def forget_all(self) -> None:
         """Start over: no copies are left. Pending drops remain."""
         self._noted.clear()
+        if self._states is not None:
+            self._states.forget_all()
 
-    def _may_store(self, node: Node) -> bool:
-        return node.pinned or not node.is_public or self._is_shared
+    def faults(self) -> list[str]:
+        """Return inconsistencies, for audits."""
+        return [] if self._states is None else self._states.faults()
+
+    def _may_store(self, node: Node, owner: Account) -> bool:
+        return node.pinned or not owner.is_public or self._is_shared
 
     def _drop(self, node: Node) -> None:
         self._noted.pop(node, None)
-        self._dropped += self._keys(node).names
+        hashes = self._hashes(node)
+        self._dropped += self._names.keys(node.owner_id, hashes).names
+        if self._states is not None:
+            # Also where the host has none any more.
+            self._dropped += state_keys(self._names, node.owner_id, hashes).names
 
-    def _keys(self, node: Node) -> ObjectKeys:
+    def _hashes(self, node: Node) -> list[bytes]:
         tree = self._store.tree
-        hashes = chain_hashes(tree.path_key(node), tree.page_bytes)
-        return self._names.keys(node.owner_id, hashes[-node.size :])
+        return chain_hashes(tree.path_key(node), tree.page_bytes)[-node.size :]

@@ -338,6 +338,8 @@ class Harness:
             assert self.core.memory.states.pool.faults() == []
         if self.cache.host is not None and self.cache.host.states is not None:
             assert self.cache.host.states.faults() == []
+        if self.cache.host is not None and self.cache.host.storage is not None:
+            assert self.cache.host.storage.faults() == []
         assert self.core.memory.images.outputs.faults() == []
 
     def lose_workers(self, *, engine_failed: bool = False) -> None:

@@ -66,7 +66,11 @@ class World:
         )
         self.seen: list[Seen] = []
         self.loads = 0
+        self.begin()
         self.do([*(Ask(user, (*APP, 1)) for user in FIRST), Event("epoch")])
+
+    def begin(self) -> None:
+        """Add what else there is before the first request."""
 
     @property
     def pools(self) -> tuple[StateSnapshots, StateSnapshots]:

@@ -17,7 +17,7 @@ from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, St
 from services.scheduler.core.load_back import MEASURED_ONE_IN, MEASURED_PAGES
 from services.scheduler.storage_desk import Keyring
 from tests.fakes.simulated_worker import expected_output
-from tests.fakes.storing_worker import DROP, FETCH, Objects, StoringWorker
+from tests.fakes.storing_worker import DROP, FETCH, Objects, storing
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.scheduler.core.test_images import CAT, DOG, ask
 
@@ -34,11 +34,16 @@ class Server:
     """A scheduler with workers, beside others with the same storage and keyring file."""
 
     def __init__(
-        self, keyring: Path, objects: Objects, config: StorageConfig = WAIT, host_pages: int = 64, **options: object
+        self,
+        keyring: Path,
+        objects: Objects,
+        config: StorageConfig = WAIT,
+        host_pages: int = 64,
+        host_snapshots: int = 0,
+        **options: object,
     ) -> None:
-        self.harness = Harness(host=HostConfig(pages=host_pages), **options)  # type: ignore[arg-type]
-        old = self.harness.worker
-        self.worker = StoringWorker(old.pages, old.page_size, old.host_pages, old.ranks, objects=objects)
+        self.harness = Harness(host=HostConfig(host_pages, host_snapshots), **options)  # type: ignore[arg-type]
+        self.worker = storing(self.harness.worker, objects)
         self.harness.worker = self.worker
         cache = self.harness.cache
         assert isinstance(cache, RadixCache)
@@ -74,11 +79,7 @@ class Server:
     def replace_workers(self) -> None:
         """Lose all workers with their memory; new ones have the same storage."""
         self.harness.lose_workers()
-        new = self.harness.worker
-        self.worker = StoringWorker(
-            new.pages, new.page_size, new.host_pages, new.ranks, objects=self.worker.objects, last_step=new.last_step,
-            last_transfer=new.last_transfer,
-        )  # fmt: skip
+        self.worker = storing(self.harness.worker, self.worker.objects)
         self.harness.worker = self.worker
 
     def restart(self) -> None:

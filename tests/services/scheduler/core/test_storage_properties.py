@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from services.scheduler.cache.object_keys import scope_keys
 from services.scheduler.cache.tiers.config import PrefetchPolicy, StorageConfig
 from tests.examples import examples
-from tests.fakes.storing_worker import Objects, StoringWorker
+from tests.fakes.storing_worker import Objects, StoringWorker, storing
 from tests.services.scheduler.core.test_host_tier_properties import HostTierMachine
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.object_keys import ObjectKeys
     from services.scheduler.cache.types import Scope
-    from tests.fakes.simulated_worker import SimulatedWorker
 
 
 class Names:
@@ -60,13 +59,7 @@ class StorageMachine(HostTierMachine):
         if host.storage is None:
             host.add_storage(self.storage_config, Names())
         if not isinstance(self.harness.worker, StoringWorker):
-            self.harness.worker = self.storing(self.harness.worker)
-
-    def storing(self, worker: SimulatedWorker) -> StoringWorker:
-        return StoringWorker(
-            worker.pages, worker.page_size, worker.host_pages, worker.ranks, objects=self.objects,
-            last_step=worker.last_step, last_transfer=worker.last_transfer,
-        )  # fmt: skip
+            self.harness.worker = storing(self.harness.worker, self.objects)
 
     @invariant()
     def both_tiers_are_sound(self) -> None:
