@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model.batch import ForwardBatch, StateSlots
     from services.worker.engine.model.config import Activation
     from services.worker.engine.quantization.matrices import Matrix
 
@@ -54,6 +54,45 @@ class KvLayer:
     def stored(self) -> tuple[torch.Tensor, ...]:
         """The tensors that hold this memory, each once; pages are their outermost dimension."""
         return (self.keys,) if self.is_latent else (self.keys, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one recurrent layer on this rank, by slot."""
+
+    matrices: torch.Tensor  # [slots, value_heads, key_dim, value_dim] float32
+    inputs: torch.Tensor  # [slots, kernel - 1, conv_width], of the activations' type
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConstants:
+    """One gated delta net on this rank, but for its projections."""
+
+    filters: torch.Tensor  # [kernel, conv_width] of the activations' type, oldest token first
+    decay_scales: torch.Tensor  # [value_heads] float32
+    decay_bias: torch.Tensor  # [value_heads] float32
+    norm: torch.Tensor  # [value_dim] float32
+    epsilon: float
+    key_heads: int
+    values_per_key: int
+    """Value heads of each key head; query and key heads are as many."""
+    key_dim: int
+    value_dim: int
+
+    @property
+    def value_heads(self) -> int:
+        """Their number."""
+        return self.key_heads * self.values_per_key
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys, or queries, of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all values of a token."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +220,21 @@ class Experts(Protocol):
         ...
 
 
+class DeltaNet(Protocol):
+    """The recurrence of one layer, from its input projection up to the output projection."""
+
+    def advance(self, states: LayerStates, projected: torch.Tensor, outputs: torch.Tensor, slots: StateSlots) -> None:
+        """Advance states by the tokens of a batch, and fill `outputs`.
+
+        Args:
+            states: of the layer, changed in place.
+            projected: [tokens, queries, keys, values, output gates, and of each value head a strength and a decay].
+            outputs: [tokens, values].
+            slots: those of the batch's rows, all different but for that of padding.
+        """
+        ...
+
+
 class Norms(Protocol):
     """RMS norms of a layer's activations."""
 
@@ -250,6 +304,10 @@ class Kernels(Norms, Protocol):
 
         Unless these `are_all`, the id `count` stands for any expert on another rank, and adds nothing to the sum.
         """
+        ...
+
+    def delta_net(self, constants: DeltaNetConstants) -> DeltaNet:
+        """Return the recurrence of a gated delta net."""
         ...
 
 

@@ -15,8 +15,8 @@ from common.types import RowSlot, SnapshotSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.torch_model import torch_engine
+from services.worker.engine.kernels.torch.delta_net import delta_rule
 from services.worker.engine.loader import load_decoder
-from services.worker.engine.model.recurrent import delta_rule
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row

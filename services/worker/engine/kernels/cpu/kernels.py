@@ -23,6 +23,7 @@ from services.worker.engine.kernels.composed import (
     round_in_groups,
 )
 from services.worker.engine.kernels.cpu.library import ACTIVATIONS, ELEMENT_TYPES, CpuLibrary, MatrixArguments
+from services.worker.engine.kernels.torch.delta_net import TorchDeltaNet
 from services.worker.engine.kernels.torch.kernels import TorchGatedLinear
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.worker.engine.kernels.cpu.onednn import BlockFunctions
-    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.kernels.interface import (
+        DeltaNet,
+        DeltaNetConstants,
+        ExpertMatrices,
+        Experts,
+        GatedLinear,
+        Linear,
+    )
     from services.worker.engine.model.config import Activation
     from services.worker.engine.quantization.matrices import Matrix
 
@@ -186,6 +194,9 @@ class CpuKernels:
         """Lay out each expert by itself."""
         del are_all  # the loop passes by experts elsewhere in any case
         return ExpertLoop(self, count, matrices, activation)
+
+    def delta_net(self, constants: DeltaNetConstants) -> DeltaNet:
+        return TorchDeltaNet(constants)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         assert inputs.is_contiguous(), "operators take contiguous activations"

@@ -10,11 +10,19 @@ from common.errors import ConfigurationError
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.experts import ORDERED_PAIRS, GpuExperts
 from services.worker.engine.kernels.gpu.ordered_product import OrderedMatrix
+from services.worker.engine.kernels.torch.delta_net import TorchDeltaNet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.kernels.interface import (
+        DeltaNet,
+        DeltaNetConstants,
+        ExpertMatrices,
+        Experts,
+        GatedLinear,
+        Linear,
+    )
     from services.worker.engine.model.config import Activation
     from services.worker.engine.quantization.matrices import Matrix
 
@@ -118,6 +126,9 @@ class OrderedKernels:
         return GpuExperts(
             count, matrices, activation, self.activation_dtype, self._device, are_all=are_all, tuning=ORDERED_PAIRS
         )
+
+    def delta_net(self, constants: DeltaNetConstants) -> DeltaNet:
+        return TorchDeltaNet(constants)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return elementwise.rms_norm(inputs, weight, epsilon)

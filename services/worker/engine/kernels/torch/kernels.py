@@ -16,6 +16,7 @@ from services.worker.engine.kernels.composed import (
     round_in_groups,
 )
 from services.worker.engine.kernels.even import evenly
+from services.worker.engine.kernels.torch.delta_net import TorchDeltaNet
 from services.worker.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix
@@ -25,7 +26,14 @@ from services.worker.engine.quantization.matrices import above
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.kernels.interface import (
+        DeltaNet,
+        DeltaNetConstants,
+        ExpertMatrices,
+        Experts,
+        GatedLinear,
+        Linear,
+    )
     from services.worker.engine.quantization.matrices import Matrix
 
 
@@ -148,6 +156,9 @@ class TorchKernels:
         """Lay out each expert by itself."""
         del are_all  # the loop passes by experts elsewhere in any case
         return ExpertLoop(self, count, matrices, activation)
+
+    def delta_net(self, constants: DeltaNetConstants) -> DeltaNet:
+        return TorchDeltaNet(constants)
 
     def _converted(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, self.activation_dtype)
