@@ -8,10 +8,12 @@ import torch
 from torch.nn.functional import linear
 
 from services.worker.engine.kernels.gpu import elementwise, small_linear
+from services.worker.engine.kernels.gpu.delta_net import ChunkTables, GpuDeltaNet
 from services.worker.engine.kernels.gpu.experts import GpuExperts
 from services.worker.engine.kernels.gpu.fp8_linear import GpuFp8GatedLinear, GpuFp8Linear
 from services.worker.engine.kernels.gpu.grouped_product import can_pack
 from services.worker.engine.kernels.gpu.quantised_linear import GpuQuantisedGatedLinear, GpuQuantisedLinear, product_of
+from services.worker.engine.kernels.torch.delta_net import TorchDeltaNet
 from services.worker.engine.kernels.torch.kernels import wide_product
 from services.worker.engine.quantization.fp8 import Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix
@@ -22,7 +24,14 @@ if TYPE_CHECKING:
 
     from services.worker.engine.kernels.gpu.flashinfer_products import FlashInferProducts
     from services.worker.engine.kernels.gpu.quantised_linear import Product
-    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.kernels.interface import (
+        DeltaNet,
+        DeltaNetConstants,
+        ExpertMatrices,
+        Experts,
+        GatedLinear,
+        Linear,
+    )
     from services.worker.engine.model.config import Activation
     from services.worker.engine.quantization.fp8 import Fp8BlockMatrix
     from services.worker.engine.quantization.int8 import Int8Matrix
@@ -87,6 +96,7 @@ class GpuKernels:
         self.activation_dtype = dtype
         self._device = device
         self._flashinfer = flashinfer
+        self._chunk_tables = ChunkTables()
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         converted_bias = None if bias is None else self._converted(bias)
@@ -123,6 +133,12 @@ class GpuKernels:
     ) -> Experts:
         """Stack the experts' matrices."""
         return GpuExperts(count, matrices, activation, self.activation_dtype, self._device, are_all=are_all)
+
+    def delta_net(self, constants: DeltaNetConstants) -> DeltaNet:
+        """Return the recurrence of a gated delta net, as programs where it looks back by at least a token."""
+        if constants.filters.shape[0] < 2:
+            return TorchDeltaNet(constants)
+        return GpuDeltaNet(constants, self._chunk_tables)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return elementwise.rms_norm(inputs, weight, epsilon)

@@ -33,6 +33,7 @@ from services.worker.engine.kernels.gpu import (
     sampling,
     small_linear,
 )
+from services.worker.engine.kernels.gpu import delta_programs as programs
 from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu import logits_processors as adjusting
 from services.worker.engine.kernels.gpu import logprobs as reporting
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 
 # Values of what is constant while a program is compiled.
 Constants = dict[str, float]
-AMPERE, HOPPER, BLACKWELL = (GPUTarget("cuda", capability, 32) for capability in (80, 90, 100))
+AMPERE, ADA, HOPPER, BLACKWELL = (GPUTarget("cuda", capability, 32) for capability in (80, 89, 90, 100))
+# Shared memory of one program at most, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 FLOATS = ("*bf16", "*fp16", "*fp32")
 
 
@@ -76,8 +79,10 @@ def build_exact(program: Any, types: str, warps: int, **constants: float) -> int
     return len(done.asm["cubin"])
 
 
-def compiled(program: Any, types: str, warps: int, target: GPUTarget = HOPPER, **constants: float) -> Any:
-    """Return a compiled variant of a program."""
+def compiled(
+    program: Any, types: str, warps: int, target: GPUTarget = HOPPER, stages: int | None = None, **constants: float
+) -> Any:
+    """Return a compiled variant of a program, whose loops load `stages` ahead, or as far as Triton would."""
     rest = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(rest) for name in program.arg_names}
     values = {(program.arg_names.index(name),): value for name, value in constants.items()}
@@ -86,7 +91,8 @@ def compiled(program: Any, types: str, warps: int, target: GPUTarget = HOPPER, *
     sizes = [number for number, name in enumerate(program.arg_names) if name in ("width", "columns")]
     aligned = {(number,): [["tt.divisibility", 16]] for number in (*places, *sizes) if (number,) not in values}
     source = ASTSource(fn=program, signature=signature, constexprs=values, attrs=aligned)
-    done = triton.compile(source, target=target, options={"num_warps": warps})
+    options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
+    done = triton.compile(source, target=target, options=options)
     for loop in loops_of(done.asm["ptx"]):
         waits = _WAIT_FOR_ALL.search(loop) or not _FROM_REGISTERS.search(loop)
         assert waits, f"{program.__name__} {constants} fills registers that matrix units may still read"
@@ -129,7 +135,7 @@ def main() -> None:
         sizes.append(build(elementwise._rms_norm, given, 8, OVERLAPS=1, **norm))
         sizes.append(build(elementwise._rms_norm, given, 8, AMPERE, OVERLAPS=0, **norm))
     sizes += fp8_sizes() + int8_expert_sizes() + quantised_sizes() + attention_sizes() + latent_sizes()
-    sizes += adapter_sizes() + ordered_sizes()
+    sizes += adapter_sizes() + ordered_sizes() + recurrent_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
 
@@ -326,6 +332,37 @@ def adapter_sizes() -> list[int]:
             sizes.append(
                 build(adapter_programs.expand_and_gate, gate, gated.warps, **shrunk, **cut, ACTIVATION=activation)
             )
+    return sizes
+
+
+def recurrent_sizes() -> list[int]:
+    """Compile gated delta nets as of Qwen3.5 9B; what a program keeps in shared memory fits."""
+    heads: Constants = {"HEADS": 32, "PER_KEY": 2, "KEY_DIM": 128, "VALUE_DIM": 128}
+    shape: Constants = {**heads, "KEY_BLOCK": 128, "LEAST": 1e-6}
+    # Warps, and how far ahead loops load.
+    alone, ahead = (4, None), (8, 2)
+    made: list[tuple[GPUTarget, tuple[int, int | None], Any, str, Constants]] = []
+    for dtype in ("*bf16", "*fp16"):
+        rows, filtered = f"{dtype} {dtype} {dtype} *i32 {dtype} i32 i32", {"KERNEL": 4, "BLOCK": 1024}
+        made.append((HOPPER, alone, programs.filter_tokens, rows, filtered))
+        taken = f"{dtype} {dtype} *fp32 *i32 *fp32 *fp32 *fp32 i32"
+        made.append((HOPPER, alone, programs.take_tokens, taken, {**shape, "VALUE_BLOCK": 32}))
+        cut = {"KERNEL": 4, "TOKENS": 64, "BLOCK": 128}
+        made.append((HOPPER, (8, None), programs.filter_blocks, rows, cut))
+        kept = f"{dtype} {dtype} *i32 i32 i32"
+        made.append((HOPPER, alone, programs.keep_inputs, kept, {"KERNEL": 4, "LINES": 4, "BLOCK": 128}))
+        ends = {"HEADS": 32, "VALUE_DIM": 128, "VALUE_BLOCK": 128, "HEAD_BLOCK": 8}
+        made.append((HOPPER, alone, programs.finish_tokens, f"*fp32 {dtype} *fp32 {dtype} i32 i32 i32 fp32", ends))
+        for target, stages in ((HOPPER, ahead), (AMPERE, (8, 1)), (ADA, (8, 1))):
+            solved = f"{dtype} {dtype} *fp32 *fp32 *i32 {'*fp32 ' * 4} i32"
+            made.append((target, alone, programs.solve_blocks, solved, {**shape, "TOKENS": 64}))
+            taken = f"{dtype} *fp32 *i32 {'*fp32 ' * 5}"
+            made.append((target, stages, programs.take_blocks, taken, {**shape, "VALUE_BLOCK": 32, "TOKENS": 64}))
+    sizes = []
+    for target, (warps, stages), program, types, constants in made:
+        done = compiled(program, types, warps, target, stages, **constants)
+        assert done.metadata.shared <= SHARED_BYTES[target.arch], f"{program.__name__} takes {done.metadata.shared}"
+        sizes.append(len(done.asm["cubin"]))
     return sizes
 
 

@@ -25,5 +25,5 @@ def test_programs_compile_without_a_gpu(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     sizes = [int(line) for line in done.stdout.splitlines()]
-    assert len(sizes) == 188 + 31
+    assert len(sizes) == 188 + 31 + 22
     assert min(sizes) > 0

@@ -25,8 +25,8 @@ pytestmark = [
 
 # Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert;
 # attention sinks and experts with biases; latent attention; layers without positions and weighted inputs of experts;
-# layers with other heads, norms of values and experts beside dense layers.
-MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts", "gemma4 moe")
+# layers with other heads, norms of values and experts beside dense layers; recurrent layers.
+MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts", "gemma4 moe", "qwen3.5")
 
 
 class _Interpreted(GpuBackend):
@@ -44,7 +44,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypat
 
     monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
     name, options = FAMILIES[family]
-    driver = Driver(load(save_model(tmp_path, name, {**options, "num_hidden_layers": 2}), backend="torch"))
+    # Of models with recurrent layers one of each kind.
+    changed = {**options, "num_hidden_layers": 2, "full_attention_interval": 2}
+    driver = Driver(load(save_model(tmp_path, name, changed), backend="torch"))
     prompt = random_ids(7, VOCABULARY)
     row = driver.open(len(prompt))
     # A prompt in one pass, and single tokens after it.

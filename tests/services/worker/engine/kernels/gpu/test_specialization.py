@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Sizes of a batch.
-VARYING = {"count", "most_ranks", "shares", "steps", "stride_table", "tokens"}
+VARYING = {"count", "first_token", "most_ranks", "shares", "steps", "stride_table", "tokens"}
 # Different on each rank, whose programs are compiled once.
 OF_A_RANK = {"rank"}
 # Tensors with one entry per row, token or page of a batch, which may be slices of others.
 OF_A_BATCH = {
-    "into", "lengths", "page_table", "pages", "places", "positions", "rows", "slots", "token_ids", "write_slots",
+    "blocks_of_batch", "chunks_of_batch", "into", "lengths", "page_table", "pages", "places", "positions", "rows",
+    "slots", "token_ids", "write_slots",
 }  # fmt: skip
 # Integers that follow from the model, its configuration and the device.
 CONSTANT = {
@@ -35,13 +36,14 @@ CONSTANT = {
 FLOAT = {"cap", "epsilon", "scale"}
 # Tensors that are allocated as a whole, or that begin with the first row of another.
 WHOLE = {
-    "added", "allowed", "angles", "bases", "before_minimum", "best", "bias", "bias_ids", "bias_values", "both",
-    "buffers", "cells", "cosines", "counters", "counts", "epochs", "first_blocks", "given_scale", "grammar",
-    "hidden", "high_bits", "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits",
-    "low_bits", "masses", "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs",
-    "partial", "partial_sums", "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm",
-    "routing_weights", "scales", "shifts", "sines", "sinks", "sources", "staging", "starts", "table", "thresholds",
-    "tiles", "value_scales", "values", "weight", "weight_scales", "weights", "widened",
+    "added", "allowed", "angles", "attended", "bases", "before_minimum", "best", "bias", "bias_ids", "bias_values",
+    "both", "buffers", "cells", "convolved", "cosines", "counters", "counts", "decay_bias", "decay_scales", "decays",
+    "epochs", "filters", "first_blocks", "given_scale", "grammar", "hidden", "high_bits", "input_scales", "inputs",
+    "inverses", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses", "matrices", "norm",
+    "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs", "partial", "partial_sums",
+    "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm", "routing_weights", "scales", "scores",
+    "shifts", "sines", "sinks", "sources", "staging", "starts", "strengths", "table", "thresholds", "tiles",
+    "value_scales", "values", "weight", "weight_scales", "weights", "widened",
 }  # fmt: skip
 
 
