@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from services.worker.engine.kernels.even import evenly
-from services.worker.engine.kernels.interface import FollowsNorm
+from services.worker.engine.kernels.interface import FollowsNorm, LayerStates
 from services.worker.engine.model.feed_forward import DenseFeedForward
-from services.worker.engine.model.recurrent import GatedDeltaNet, LayerStates
+from services.worker.engine.model.recurrent import GatedDeltaNet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

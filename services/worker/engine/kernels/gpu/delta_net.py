@@ -28,8 +28,8 @@ _NARROWEST = 16
 # Columns of a head's state that one program keeps in registers.
 _VALUE_COLUMNS = 32
 _HEADS = 8
-# Shared memory of a program that loads a block while it computes the one before, of heads of 128 columns.
-_TWO_BLOCKS_BYTES = 200 * 1024
+# Compute capabilities with 227 KB of it: Hopper, and Blackwell of data centres.
+_LARGE_SHARED_MEMORY = (9, 10)
 
 
 class ChunkTables:
@@ -131,18 +131,18 @@ class GpuDeltaNet:
 
 @functools.cache
 def _stages(device: torch.device) -> int:
-    """Return how many blocks of a chunk are loaded at once: two where shared memory holds 185 KB, as of Hopper."""
-    if device.type == "cpu":
-        return 1
-    return 2 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _TWO_BLOCKS_BYTES else 1
+    """Return how many blocks of a chunk are in shared memory at once: two where that holds 185 KB."""
+    has_much = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _LARGE_SHARED_MEMORY
+    return 2 if has_much else 1
 
 
 def _block_of(columns: int) -> int:
-    return max(_NARROWEST, triton.next_power_of_2(columns))
+    return max(_NARROWEST, int(triton.next_power_of_2(columns)))
 
 
 def _tables_of(chunks: tuple[StateChunk, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    of_chunks, of_blocks = [], []
+    of_chunks: list[tuple[int, ...]] = []
+    of_blocks: list[tuple[int, ...]] = []
     for chunk in chunks:
         of_chunks.append((chunk.start, chunk.stop - chunk.start, chunk.slot, chunk.begins, len(of_blocks)))
         of_blocks += [

@@ -80,7 +80,7 @@ def build_exact(program: Any, types: str, warps: int, **constants: float) -> int
 
 
 def compiled(
-    program: Any, types: str, warps: int, target: GPUTarget = HOPPER, stages: int | None = None, **constants: float
+    program: Any, types: str, warps: int, target: GPUTarget = HOPPER, stages: float | None = None, **constants: float
 ) -> Any:
     """Return a compiled variant of a program, whose loops load `stages` ahead, or as far as Triton would."""
     rest = iter(types.split())
@@ -339,28 +339,32 @@ def recurrent_sizes() -> list[int]:
     """Compile gated delta nets as of Qwen3.5 9B; what a program keeps in shared memory fits."""
     heads: Constants = {"HEADS": 32, "PER_KEY": 2, "KEY_DIM": 128, "VALUE_DIM": 128}
     shape: Constants = {**heads, "KEY_BLOCK": 128, "LEAST": 1e-6}
-    # Warps, and how far ahead loops load.
-    alone, ahead = (4, None), (8, 2)
-    made: list[tuple[GPUTarget, tuple[int, int | None], Any, str, Constants]] = []
+    of_value: Constants = {**shape, "VALUE_BLOCK": 32}
+    row: Constants = {"KERNEL": 4, "BLOCK": 1024}
+    block: Constants = {"KERNEL": 4, "TOKENS": 64, "BLOCK": 128}
+    kept: Constants = {"KERNEL": 4, "LINES": 4, "BLOCK": 128}
+    ends: Constants = {"HEADS": 32, "VALUE_DIM": 128, "VALUE_BLOCK": 128, "HEAD_BLOCK": 8}
+    # With the warps of each, and how many blocks its loops load at once.
+    made: list[tuple[GPUTarget, int, int | None, Any, str, Constants]] = []
     for dtype in ("*bf16", "*fp16"):
-        rows, filtered = f"{dtype} {dtype} {dtype} *i32 {dtype} i32 i32", {"KERNEL": 4, "BLOCK": 1024}
-        made.append((HOPPER, alone, programs.filter_tokens, rows, filtered))
+        given = f"{dtype} {dtype} {dtype} *i32 {dtype} i32 i32"
         taken = f"{dtype} {dtype} *fp32 *i32 *fp32 *fp32 *fp32 i32"
-        made.append((HOPPER, alone, programs.take_tokens, taken, {**shape, "VALUE_BLOCK": 32}))
-        cut = {"KERNEL": 4, "TOKENS": 64, "BLOCK": 128}
-        made.append((HOPPER, (8, None), programs.filter_blocks, rows, cut))
-        kept = f"{dtype} {dtype} *i32 i32 i32"
-        made.append((HOPPER, alone, programs.keep_inputs, kept, {"KERNEL": 4, "LINES": 4, "BLOCK": 128}))
-        ends = {"HEADS": 32, "VALUE_DIM": 128, "VALUE_BLOCK": 128, "HEAD_BLOCK": 8}
-        made.append((HOPPER, alone, programs.finish_tokens, f"*fp32 {dtype} *fp32 {dtype} i32 i32 i32 fp32", ends))
-        for target, stages in ((HOPPER, ahead), (AMPERE, (8, 1)), (ADA, (8, 1))):
-            solved = f"{dtype} {dtype} *fp32 *fp32 *i32 {'*fp32 ' * 4} i32"
-            made.append((target, alone, programs.solve_blocks, solved, {**shape, "TOKENS": 64}))
-            taken = f"{dtype} *fp32 *i32 {'*fp32 ' * 5}"
-            made.append((target, stages, programs.take_blocks, taken, {**shape, "VALUE_BLOCK": 32, "TOKENS": 64}))
+        made += [
+            (HOPPER, 4, None, programs.filter_tokens, given, row),
+            (HOPPER, 4, None, programs.take_tokens, taken, of_value),
+            (HOPPER, 8, None, programs.filter_blocks, given, block),
+            (HOPPER, 4, None, programs.keep_inputs, f"{dtype} {dtype} *i32 i32 i32", kept),
+            (HOPPER, 4, None, programs.finish_tokens, f"*fp32 {dtype} *fp32 {dtype} i32 i32 i32 fp32", ends),
+        ]
+        solved, taken = f"{dtype} {dtype} *fp32 *fp32 *i32 {'*fp32 ' * 4} i32", f"{dtype} *fp32 *i32 {'*fp32 ' * 5}"
+        for target, stages in ((HOPPER, 2), (AMPERE, 1), (ADA, 1)):
+            made += [
+                (target, 4, None, programs.solve_blocks, solved, {**shape, "TOKENS": 64}),
+                (target, 8, stages, programs.take_blocks, taken, {**of_value, "TOKENS": 64}),
+            ]
     sizes = []
-    for target, (warps, stages), program, types, constants in made:
-        done = compiled(program, types, warps, target, stages, **constants)
+    for target, warps, at_once, program, types, constants in made:
+        done = compiled(program, types, warps, target, stages=at_once, **constants)
         assert done.metadata.shared <= SHARED_BYTES[target.arch], f"{program.__name__} takes {done.metadata.shared}"
         sizes.append(len(done.asm["cubin"]))
     return sizes

@@ -67,9 +67,9 @@ def check(
         slots = StateSlots(torch.tensor(decoding, dtype=torch.int32, device=device), batch)
         programs.advance(moved, projected.to(device), outputs, slots)
         # Products of float32 on matrix units have 10 bits after the first.
-        precision = {"atol": 2e-4, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
-        torch.testing.assert_close(outputs.cpu(), expected, **precision)
-        torch.testing.assert_close(moved.matrices.cpu(), states.matrices, **precision)
+        atol, rtol = (2e-4, 1e-3) if dtype == torch.float32 else (3e-2, 3e-2)
+        torch.testing.assert_close(outputs.cpu(), expected, atol=atol, rtol=rtol)
+        torch.testing.assert_close(moved.matrices.cpu(), states.matrices, atol=atol, rtol=rtol)
         assert torch.equal(moved.inputs.cpu(), states.inputs)
 
 
