@@ -10,8 +10,10 @@ import pytest
 
 from common.types import Subject
 from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.cache.tiers.stored_states import NEAR_PAGES, StateSearch
+from services.scheduler.storage_desk import Keyring
 from tests.fakes.storing_worker import FETCH, FIND, STORE, Objects
 from tests.services.scheduler.core.harness import make_request
 from tests.services.scheduler.core.test_storage import PROMPT, WAIT, Server
@@ -352,6 +354,8 @@ def test_the_memory_of_a_snapshot_decides_whether_reading_pays(keyring: Path) ->
         slow_to_read(server, tokens_per_s=10.0, pages_per_s=5.0)
         assert server.serve("warm") == expected
         assert bool(server.worker.searches) == bool(expected)
+        assert server.harness.core.memory.loads is not None
+        assert server.harness.core.memory.loads.unread_tokens == 44 - expected
 
 
 def test_a_snapshot_that_is_found_too_early_to_pay_is_not_read(keyring: Path) -> None:
@@ -380,3 +384,65 @@ def test_a_node_that_is_split_before_it_is_stored_is_stored_whole(keyring: Path)
     assert len(server.worker.stored) == node.size + 5
     other = hybrid(keyring, objects)
     assert other.serve("warm") == 44
+
+
+def test_a_forgotten_subject_s_snapshot_is_dropped_also_if_its_page_remains_as_others_have_it(keyring: Path) -> None:
+    objects: Objects = {}
+    options = {"cache": "user_aware", "rules": shared_rules(), "pages": 128}
+    hybrid(keyring, objects, **options).serve("stored", user="alice")
+    server = hybrid(keyring, objects, **options)
+    for user in ("bob", "carol"):
+        server.serve(user, user=user)
+    server.cache.advance(1)
+    server.finish()
+    states, harness = copies_of(server), server.harness
+    alice = ("tenant", "alice", "")
+    for is_forgotten in (False, True):
+        harness.core.submit(make_request(f"warm {is_forgotten}", PROMPT, max_tokens=1), 0.0)
+        reading = False
+        for _ in range(200):
+            harness.plan()
+            reading = any(len(one.transfer.host_snapshots) and one.transfer.direction is FETCH
+                          for one in server.worker.open.values())  # fmt: skip
+            if reading:
+                break
+            harness.result()
+            harness.complete_all()
+        assert reading
+        if is_forgotten:
+            server.cache.forget(Subject("tenant", "alice"))
+        harness.complete_all()
+        # The page is there, and of the tenant.
+        assert any(entry.owner.scope == alice for entry in states.host.all()) is not is_forgotten
+        server.finish()
+        for pool in (states.device, states.host):
+            pool.forget_subject(Subject("tenant", "alice"))
+    assert states.host.moving == 0
+
+
+def chains(server: Server) -> list[bytes]:
+    tree = server.cache.store.tree
+    return chain_hashes(PagedKey(np.array(PROMPT, np.int32), PAGE_SIZE).slice(0, 12), tree.page_bytes)
+
+
+def test_snapshots_of_public_pages_are_stored_as_public_only_while_they_are_pinned(keyring: Path) -> None:
+    objects: Objects = {}
+    options = {"cache": "user_aware", "pages": 128}
+    server = hybrid(keyring, objects, **options)
+    server.cache.pin(np.array(PROMPT, np.int32))
+    server.cache.advance(1)
+    # The first one's snapshots are its own, as its row began before there were public pages.
+    for user in ("alice", "carol"):
+        server.serve(user, user=user)
+    other = hybrid(keyring, objects, **options)
+    assert other.serve("stranger", user="bob") == 36
+    assert other.storage.fetched_snapshots == 1
+    server.cache.unpin(np.array(PROMPT, np.int32))
+    server.finish()
+    stored = len(server.worker.stored_states)
+    for node, _ in server.cache.store.tree.walk():
+        server.storage.note(node)
+    server.finish()
+    own = Keyring(keyring).keys(("tenant", "alice", ""), [chain + b" state" for chain in chains(server)])
+    assert set(server.worker.stored_states[stored:]) <= set(own.names)
+    assert hybrid(keyring, objects, **options).serve("stranger", user="bob") == 0
