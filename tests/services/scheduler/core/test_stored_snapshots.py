@@ -446,3 +446,23 @@ def test_snapshots_of_public_pages_are_stored_as_public_only_while_they_are_pinn
     own = Keyring(keyring).keys(("tenant", "alice", ""), [chain + b" state" for chain in chains(server)])
     assert set(server.worker.stored_states[stored:]) <= set(own.names)
     assert hybrid(keyring, objects, **options).serve("stranger", user="bob") == 0
+
+
+def test_a_public_snapshot_belongs_to_the_reader_alone_where_its_page_is_a_tenant_s(keyring: Path) -> None:
+    objects: Objects = {}
+    options = {"cache": "user_aware", "rules": shared_rules(), "pages": 128}
+    first = hybrid(keyring, objects, **options)
+    first.cache.pin(np.array(PROMPT, np.int32))
+    first.cache.advance(1)
+    for user in ("alice", "carol"):
+        first.serve(user, user=user)
+    server = hybrid(keyring, objects, config=replace(WAIT, policy=PrefetchPolicy.OFF), **options)
+    for user in ("bob", "erin"):
+        server.serve(user, user=user)
+    server.cache.advance(1)
+    server.finish()
+    server.storage.config = WAIT
+    assert server.serve("reads", user="dora") == 36
+    owners = {entry.owner.scope for entry in copies_of(server).host.all()}
+    assert ("tenant", "dora", "") in owners
+    assert ("tenant",) not in owners
