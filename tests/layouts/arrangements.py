@@ -33,7 +33,7 @@ class Arrangement:
     is_exact: bool = False
 
 
-ONE = {"dense": "qwen3", "mixture": "qwen3 moe"}
+ONE = {"dense": "qwen3", "mixture": "qwen3 moe", "hybrid": "qwen3.5"}
 DIVIDED = (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))
 WIDE_PREFILL = (PlannedGroup(GroupRole.PREFILL, 2), PlannedGroup(GroupRole.DECODE, 1))
 WIDE_DECODE = (PlannedGroup(GroupRole.PREFILL, 1), PlannedGroup(GroupRole.DECODE, 2))
@@ -57,6 +57,8 @@ ARRANGEMENTS = {
     "mixture, expert parallel, prefill and decode apart": Arrangement("mixture", 2, EXPERTS, DIVIDED),
     "mixture, data parallel": Arrangement("mixture", scheduler=GROUPS_OF_TWO, groups=(PlannedGroup(), PlannedGroup())),
     "mixture, data parallel, prefill and decode apart": Arrangement("mixture", 1, GROUPS_OF_TWO, DIVIDED),
+    "hybrid, prefill and decode apart": Arrangement("hybrid", groups=DIVIDED),
+    "hybrid, prefill with two ranks": Arrangement("hybrid", groups=WIDE_PREFILL),
     "mixture, expert parallel in two stages": Arrangement("mixture", 2, {**EXPERTS, "pipeline_parallel": 2}),
 }
 
