@@ -17,7 +17,8 @@ class RoutingSettings(Section):
     least_loaded: the group with the fewest open requests. round_robin: each group in turn."""
     role_settle_s: float = Field(default=15.0, gt=0)
     """With scheduler.automatic_role: seconds after a change of roles, or of the groups, before another one is decided;
-    loads are averaged over a third of it."""
+    loads are averaged over a third of it. A group that does not answer for less than a third of it delays a decision
+    until it does, and is no change."""
 
 
 class ImageDecodingSettings(Section):

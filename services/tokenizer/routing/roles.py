@@ -6,6 +6,9 @@ what they do, divided among one fewer, stays below `SPARE`. So a change leaves t
 would be short themselves (hysteresis). Restarts may leave a side without groups, as they bring back the roles of the
 settings; it then gets one.
 
+A group that is not seen for a moment, as its scheduler or the network is slow, is missing: nothing is decided without
+it, and what was known of it still counts once it is back. Only if it is missing for longer have the groups changed.
+
 Any number of tokenizers may decide at the same time. Each takes the generating group with the last name, but never the
 first one that it sees, and the prefill group with the first name, but never the last one that it sees. So tokenizers
 that see the same choose the same group, which changes once (`services/scheduler/group_roles.py`). If they see different
@@ -23,11 +26,12 @@ from typing import TYPE_CHECKING
 from common.types import GroupRole, RoleWish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from common.types import RoleSignals
 
-# Time constant of the averages of loads, as a part of the time for which nothing is decided after a change.
+# Time constant of the averages of loads, as a part of the time for which nothing is decided after a change. A group is
+# gone if it is missing for as long, since they say little of its load by then.
 AVERAGED_PART = 1 / 3
 # Requests may wait so long for a row or for room in a step, in seconds, before groups count as short.
 MOST_WAIT_S = 0.5
@@ -70,13 +74,17 @@ class RoleChange:
 
 @dataclass(slots=True)
 class _Averages:
-    """Exponential averages of one group's load."""
+    """Exponential averages of one group's load, which begin with the first one, and the time of the last one."""
 
     busy: float = 0.0
     fullness: float = 0.0
     waited_s: float = 0.0
+    seen_at: float = -math.inf
 
-    def add(self, group: ObservedGroup, weight: float) -> None:
+    def add(self, group: ObservedGroup, now: float, constant_s: float) -> None:
+        """Add what is seen at `now`, for the time that has passed since the group was last seen."""
+        weight = 1 - math.exp(-max(0.0, now - self.seen_at) / constant_s)
+        self.seen_at = now
         if group.signals is None:
             return
         self.busy += weight * (group.is_busy - self.busy)
@@ -111,15 +119,17 @@ class RoleController:
 
     settle_s: float
     _averages: dict[str, _Averages] = field(default_factory=dict)
+    # Of all groups that do not change, missing ones included.
     _roles: dict[str, GroupRole] = field(default_factory=dict)
-    _looked_at: float = -math.inf
+    # Groups that are missing, with the time of the first look that did not find them.
+    _missed_at: dict[str, float] = field(default_factory=dict)
     _decides_from: float = -math.inf
 
     def decide(self, groups: Iterable[ObservedGroup], now: float) -> list[RoleChange]:
         """Return the changes that the loads ask for; call it about once per second, with `now` in seconds."""
         known = sorted(groups, key=lambda group: group.name)
         self._note(known, now)
-        if now < self._decides_from or any(group.is_changing for group in known):
+        if now < self._decides_from or self._missed_at or any(group.is_changing for group in known):
             return []
         prefill = [each for each in known if each.role is GroupRole.PREFILL]
         changes = self._changes(prefill, [each for each in known if each.role is not GroupRole.PREFILL])
@@ -167,14 +177,24 @@ class RoleController:
 
     def _note(self, groups: Sequence[ObservedGroup], now: float) -> None:
         """Average the loads, and note whether groups or roles have changed."""
+        self._note_missing({group.name for group in groups}, now)
         roles = {group.name: group.role for group in groups if not group.is_changing}
+        roles |= {name: self._roles[name] for name in self._missed_at}
         if roles != self._roles:
-            self._decides_from = now + self.settle_s
-        weight = 1 - math.exp(-max(0.0, now - self._looked_at) / (AVERAGED_PART * self.settle_s))
-        self._averages = {group.name: self._averages.get(group.name) or _Averages() for group in groups}
+            self._roles, self._decides_from = roles, now + self.settle_s
+        known = roles.keys() | {group.name for group in groups}
+        self._averages = {name: self._averages.get(name) or _Averages() for name in known}
         for group in groups:
-            self._averages[group.name].add(group, weight)
-        self._roles, self._looked_at = roles, now
+            self._averages[group.name].add(group, now, AVERAGED_PART * self.settle_s)
+
+    def _note_missing(self, seen: Collection[str], now: float) -> None:
+        """Note the groups that are missing, and forget those that have been for too long."""
+        self._missed_at = {name: self._missed_at.get(name, now) for name in self._roles if name not in seen}
+        for name, since in list(self._missed_at.items()):
+            if now - since >= AVERAGED_PART * self.settle_s:
+                # The others' loads have been without it since then.
+                self._decides_from = max(self._decides_from, since + self.settle_s)
+                del self._missed_at[name], self._roles[name]
 
 
 def _restored(prefill: Sequence[ObservedGroup], generating: Sequence[ObservedGroup]) -> list[RoleChange]:

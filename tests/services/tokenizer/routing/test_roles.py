@@ -13,7 +13,7 @@ from common.types import GroupRole, RoleSignals
 from services.tokenizer.routing.roles import ObservedGroup, RoleController
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 PREFILL, DECODE, BOTH = GroupRole.PREFILL, GroupRole.DECODE, GroupRole.BOTH
 SETTLE_S = 15.0
@@ -123,6 +123,51 @@ def test_a_short_peak_changes_nothing() -> None:
     for second in range(100):
         groups = LONG_QUEUES if second in (40, 41) else IDLE
         assert controller.decide([*groups, *EMPTY], float(second)) == []
+
+
+def decided_at(seen: Callable[[int], Sequence[ObservedGroup]], seconds: int) -> list[int]:
+    """Return the seconds at which changes are decided, by the groups that are seen in each."""
+    controller = RoleController(SETTLE_S)
+    return [second for second in range(seconds) if controller.decide(seen(second), float(second))]
+
+
+@pytest.mark.parametrize("missing", [LONG_QUEUES[0], EMPTY[0]], ids=["prefill", "decode"])
+def test_a_group_that_is_missing_for_a_moment_again_and_again_postpones_no_change(missing: ObservedGroup) -> None:
+    groups = [*LONG_QUEUES, *EMPTY]
+    others = [each for each in groups if each is not missing]
+    assert decided_at(lambda second: others if second % 2 else groups, 60) == [16, 32, 48]
+    # Away for four seconds of five.
+    assert decided_at(lambda second: others if second % 5 else groups, 60) == [15, 30, 45]
+
+
+def test_nothing_is_decided_while_a_group_is_missing_and_once_it_is_gone_only_after_as_long_as_always() -> None:
+    groups, others = [*LONG_QUEUES, *EMPTY], [*LONG_QUEUES, *EMPTY[1:]]
+    assert decided_at(lambda second: others if 12 <= second < 16 else groups, 30) == [16]
+    assert decided_at(lambda second: others if second >= 12 else groups, 40) == [27]
+    # It is another one when it is back.
+    assert decided_at(lambda second: others if 12 <= second < 18 else groups, 40) == [33]
+
+
+def test_nothing_is_decided_by_what_a_group_did_before_it_was_missing() -> None:
+    before, after = [*LONG_QUEUES, *EMPTY[:2]], [*LONG_QUEUES, *FULL[:2]]
+
+    def seen(second: int) -> Sequence[ObservedGroup]:
+        return before if second < 12 else LONG_QUEUES if second < 16 else after
+
+    assert decided_at(lambda second: before if second < 12 or second >= 16 else LONG_QUEUES, 30) == [16]
+    assert decided_at(seen, 60) == []
+
+
+def test_averages_go_on_after_groups_were_missing_for_a_moment() -> None:
+    groups, peak = [*LONG_QUEUES, *EMPTY], [*LONG_QUEUES, *FULL]
+    # The averages stay below what the peak alone would be: groups can be spared.
+    assert decided_at(lambda second: {15: LONG_QUEUES, 16: peak}.get(second, groups), 20) == [16]
+
+
+def test_a_group_that_is_missing_has_another_role_when_it_is_back() -> None:
+    groups, others = [*LONG_QUEUES, *EMPTY], [*LONG_QUEUES, *EMPTY[1:]]
+    changed = [prefill("a", waited_s=2.0, is_busy=True), *others]
+    assert decided_at(lambda second: groups if second < 10 else others if second < 12 else changed, 40) == [27]
 
 
 def test_after_a_change_the_next_one_waits_and_a_lost_wish_is_repeated() -> None:
