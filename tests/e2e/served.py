@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -82,3 +83,9 @@ class Served:
         yield
         wait_until(self.is_idle, timeout_s=120, what=lambda: f"idle, but: {self.state(include_requests=True)}")
         assert self.state().leaked_pages == 0
+
+
+def serving_groups(metrics_port: int) -> int:
+    """Return how many of several scheduler groups a tokenizer considers ready, by its metrics."""
+    metrics = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", trust_env=False, timeout=30).text
+    return len(re.findall(r"^pando_tokenizer_replica_serving{[^}]*} 1", metrics, re.MULTILINE))

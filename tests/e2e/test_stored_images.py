@@ -55,7 +55,7 @@ def storing(directory: Path, run_root: Path) -> Iterator[Served]:
             host_tier=HostTierSettings(pages=200),
             storage=StorageSettings(prefetch="wait_complete", keyring=place / "keyring.db"),
         ),
-        worker=WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(str(place / "files")), timeout_s=10.0)),
+        worker=WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(str(place / "files")), timeout_s=100.0)),
         tokenizer=TokenizerSettings(images=ImageDecodingSettings(processes=1)),
     )
     yield from serve(settings, run_root)
