@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 VOCABULARY, END = 260, 256
 LAYERS = 4
+# Logits that are as close as this count as equal: sums in another order may exchange their tokens.
+TIE = 1e-3
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -49,3 +51,22 @@ def continued(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) ->
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             answers.append(ids[len(prompt) :])
     return answers
+
+
+def departures(directory: Path, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
+    """Return the places of the answers, each after its prompt, with a token that `transformers` would not have chosen.
+
+    It reads prompt and answer in one pass, so that also long answers are checked soon.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    departing = []
+    with torch.inference_mode():
+        for place, (prompt, answer) in enumerate(answers):
+            # [tokens of the answer, vocabulary]
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+            given = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+            if (logits.amax(dim=1) - given > TIE).any():
+                departing.append(place)
+    return departing
