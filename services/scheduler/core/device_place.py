@@ -54,11 +54,11 @@ class DevicePlace:
 
     def open(self, first: int, end: int, spare_pages: int) -> bool:
         memory, options = self._memory, self._sequence.request.options
-        # Storage may yet bring a part of it to the host.
-        is_reading = self._sequence.fetch is not None and not self._sequence.fetch.is_done
-        if is_reading or end - first + spare_pages > memory.available_pages:
-            return False
         slot, snapshots = None, memory.cache.snapshots
+        # Storage may yet bring a part of it to the host, where the rest can arrive, too, unless states come with it.
+        is_reading = self._sequence.fetch is not None and not self._sequence.fetch.is_done
+        if (is_reading and snapshots is None) or end - first + spare_pages > memory.available_pages:
+            return False
         if snapshots is not None and (slot := snapshots.try_reserve()) is None:
             return False
         lock = memory.cache.commit_pages(

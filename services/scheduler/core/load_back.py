@@ -187,8 +187,9 @@ class LoadBack:
             return self.costs.peer_pays()
         ids = sequence.cacheable_ids
         match = self.host.find(sequence.request.view, ids)
-        missing = len(ids) - match.device_tokens - match.host_tokens
-        return self.costs.peer_pays(missing, missing + self.host.snapshot_pages * self._page_size)
+        # What only the host has is read again.
+        read = len(ids) - match.device_tokens
+        return self.costs.peer_pays(read - match.host_tokens, read + self.host.snapshot_pages * self._page_size)
 
     @property
     def reserved(self) -> list[Sequence]:

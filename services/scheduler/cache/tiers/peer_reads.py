@@ -254,8 +254,8 @@ class PeerReads:
     first ones are offered, and until it takes that back; else in new nodes on the host. They are evidence, and
     belong to a session, as if they had been computed here. Storage is looked up at the same time; pages that it had are
     not requested from the peer. Tails are kept beside the cache until their requests start or end. With recurrent
-    layers, all arrive on the device or not at all, and the slot for the states is given to no other until its transfer
-    has been acknowledged.
+    layers, all that the device lacks arrive there or not at all, also beside reads from storage, and the slot for the
+    states is given to no other until its transfer has been acknowledged.
     """
 
     def __init__(
@@ -361,6 +361,8 @@ class PeerReads:
 
     def open_place(self, fetch: PeerFetch, spare_pages: int) -> bool:
         """Let pages arrive on the device, if that leaves `spare_pages` pages there; return whether they will."""
+        if fetch.needs_states:
+            self._begin_on_device(fetch)
         return fetch.place is not None and fetch.place.open(fetch.position, fetch.end, spare_pages)
 
     def plan(self) -> Iterable[Transfer]:
@@ -464,8 +466,14 @@ class PeerReads:
             if fetch.place is not None:
                 fetch.place.close()
 
+    def _begin_on_device(self, fetch: PeerFetch) -> None:
+        """Have all pages read that the device lacks, those on the host included, before any are requested."""
+        tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
+        match = tree.match(tree.root, viewer, fetch.key, 0, min(fetch.end, fetch.whole))
+        fetch.first = fetch.position = fetch.requested = match.pages
+
     def _skip_present(self, fetch: PeerFetch) -> None:
-        if fetch.holds_place:
+        if fetch.holds_place and not fetch.needs_states:
             return
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
         match = tree.match(tree.root, viewer, fetch.key, 0, min(fetch.end, fetch.whole), Reach.HOST)
@@ -488,7 +496,8 @@ class PeerReads:
     def _skip_resumable(self, fetch: PeerFetch, match: PrefixMatch, viewer: Account) -> None:
         """Request nothing more if a row can continue after all pages."""
         assert self._states is not None, "the fetch needs them"
-        if not (fetch.has_read or fetch.is_transferring):
+        # Pages alone that have come from the peer do not change after which ones rows can continue.
+        if not fetch.has_states:
             fetch.resumable = max(fetch.resumable, self._states.resumable(match, viewer).pages)
             if fetch.resumable >= fetch.end:
                 fetch.stop()
