@@ -6,6 +6,7 @@ import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,21 @@ import grpc
 import pytest
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import (
+    GatewaySettings,
+    ModelSettings,
+    SchedulerSettings,
+    Settings,
+    TokenizerSettings,
+    WorkerSettings,
+)
 from common.settings.scheduler import HostTierSettings
 from common.types import GroupRole
-from deploy.supervisor.layout import PlannedGroup, Replicas
+from deploy.supervisor.layout import PlannedGroup, Replicas, free_port
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.byte_models import continued, save_byte_model
 from tests.e2e.conftest import require_model, serve
+from tests.e2e.test_stored_prefills import has_heard_of_both
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -44,9 +53,18 @@ def divided(run_root: Path) -> Iterator[Served]:
         gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings(host_tier=HostTierSettings(gigabytes=0.5), prefill_min_tokens=64),
     )
-    yield from serve(
-        settings, run_root, replicas=Replicas(groups=(PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE)))
-    )
+    with serve_both(settings, run_root, (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))) as served:
+        yield served
+
+
+@contextmanager
+def serve_both(settings: Settings, root: Path, groups: tuple[PlannedGroup, ...]) -> Iterator[Served]:
+    """Run two groups, of which the one that prefills may be ready later than the one that answers; wait for both."""
+    port = free_port("127.0.0.1")
+    settings = settings.model_copy(update={"tokenizer": TokenizerSettings(metrics_port=port)})
+    with contextmanager(serve)(settings, root, replicas=Replicas(groups=groups)) as served:
+        wait_until(partial(has_heard_of_both, port))
+        yield served
 
 
 def state(served: Served, name: str) -> scheduler_pb2.GetStateResponse:
@@ -120,7 +138,7 @@ def test_groups_with_other_numbers_of_ranks_read_each_others_pages(
         scheduler=SchedulerSettings(host_tier=HostTierSettings(pages=256), prefill_min_tokens=64),
     )
     groups = (PlannedGroup(GroupRole.PREFILL, prefill), PlannedGroup(GroupRole.DECODE, decode))
-    with contextmanager(serve)(settings, run_root, replicas=Replicas(groups=groups)) as served:
+    with serve_both(settings, run_root, groups) as served:
         assert [continuation(served, prompt, 16) for prompt in prompts] == continued(model, prompts, 16)
         asked = state(served, DECODE).disaggregation
         # Once both are measured, prompts are computed where that is faster.
@@ -144,7 +162,7 @@ def test_pages_that_come_over_nixl_give_the_same_tokens(tmp_path: Path, run_root
         worker=WorkerSettings(peer_transfers="nixl"),
     )
     groups = (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))
-    with contextmanager(serve)(settings, run_root, replicas=Replicas(groups=groups)) as served:
+    with serve_both(settings, run_root, groups) as served:
         assert [continuation(served, prompt, 16) for prompt in prompts] == expected
         assert state(served, DECODE).disaggregation.fetched_pages > 0
         logged = served.deployment.logged
