@@ -134,19 +134,26 @@ class RowMasks:
         return masks
 
     def _fill(self, rows: dict[int, _Row], masks: NDArray[np.int32]) -> None:
-        """Compute the masks of several rows at once, each into its line.
-
-        If that takes long, all of them are computed one by one, until it is known which takes how long.
-        """
+        """Compute the masks of several rows at once, each into its line; if that takes long, see whose time it was."""
         started = self._wall()
         self._library.fill([row.matcher for row in rows.values()], masks, list(rows))
         if self._wall() - started > MASK_S + len(rows) * USUAL_S / self._library.threads:
-            for row in rows.values():
-                row.is_apart = True
+            self._find_slow(rows.values())
         words = np.count_nonzero(masks, axis=1)
         for line, row in rows.items():
             if words[line] <= MAX_SPELLINGS:
                 self._narrow(row, masks[line])
+
+    def _find_slow(self, rows: Iterable[_Row]) -> None:
+        """Compute masks once more, one by one, charge each row for its own, and keep the slow ones apart.
+
+        At once, not in the next pass: a row could take long in every other pass only, and never be charged for it.
+        """
+        for row in rows:
+            started = self._clock()
+            self._matcher_of(row).mask()
+            row.is_apart = True
+            self._charge(row, self._clock() - started, masks=1)
 
     def forced(self, slot: int, sampled: int, room: int, rows: RowStates) -> list[int]:
         """Return the ids that must follow the token that row `slot` has just sampled, up to `room` ids or its end.

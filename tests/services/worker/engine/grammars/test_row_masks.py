@@ -171,6 +171,7 @@ class Slow:
         self.now = 0.0
         self.path = path
         self.seconds = seconds
+        self.slow_ids = set(path)
         # Lines of each call.
         self.together: list[list[int]] = []
 
@@ -179,7 +180,7 @@ class Slow:
 
         class SlowWalk(Walk):
             def mask(self) -> Mask:
-                if self.path[:1] in ([id_] for id_ in outer.path):
+                if outer.slow_ids.intersection(self.path[:1]):
                     outer.now += outer.seconds
                 return super().mask()
 
@@ -191,26 +192,41 @@ class Slow:
                 outer.together.append(list(lines))
                 super().fill(matchers, masks, lines)
 
-        return Slowly([100, 101, 102, 103, 104])
+        return Slowly(list(range(100, 110)))
 
 
-def test_a_row_that_holds_up_the_others_is_computed_apart_and_ends() -> None:
-    slow = Slow([200, 201, 202, 203, 204, 205], seconds=0.4)
+def outputs(slow: Slow, steps: int) -> list[list[int]]:
+    """Return the first tokens that an ordinary row and a slow one may sample, in each of some passes."""
     masks = RowMasks(slow.library(), VOCABULARY_SIZE, clock=lambda: slow.now, wall=lambda: slow.now)
     rows = RowStates(2, 64, 16)
     for opened in (bound_row(0, ORDER, seed=1, length=40), bound_row(1, LISTS, seed=1, length=40)):
         rows.open(opened)
         masks.open(opened)
     seen: list[list[int]] = []
-    for step in range(5):
+    for step in range(steps):
         bits = np.unpackbits(masks.masks(np.array([0, 1]), rows).view(np.uint8), axis=1, bitorder="little")
         seen.append([int(np.flatnonzero(line)[0]) for line in bits])
-        rows.append_tokens(np.array([0, 1]), np.array([100 + step, 200 + step], np.int32))
-    # What the first pass took cannot be charged to one of them; then 0.4 s are, each time.
+        rows.append_tokens(np.array([0, 1]), np.array([100 + step, slow.path[step]], np.int32))
+    return seen
+
+
+def test_a_row_that_holds_up_the_others_is_computed_apart_and_ends() -> None:
+    slow = Slow([200, 201, 202, 203, 204], seconds=0.4)
+    seen = outputs(slow, 5)
     assert [first for first, _ in seen] == [100, 101, 102, 103, 104]
-    assert [second for _, second in seen] == [200, 201, 202, 203, EOS]
-    # Both were computed apart in the second pass, and the first of them with others again from then on.
-    assert slow.together == [[0, 1], [0], [0], [0]]
+    assert [second for _, second in seen] == [200, 201, 202, EOS, EOS]
+    assert slow.together == [[0, 1], [0], [0], [0], [0]]
+    # Twice in the first pass.
+    assert slow.now == pytest.approx(4 * 0.4)
+
+
+def test_a_row_that_holds_up_the_others_now_and_then_is_charged_each_time() -> None:
+    slow = Slow([200, 300] * 4, seconds=0.4)
+    slow.slow_ids = {200}
+    seen = outputs(slow, 8)
+    assert [second for _, second in seen] == [200, 300, 200, 300, 200, EOS, EOS, EOS]
+    # It was computed with the other one in passes after quick ones.
+    assert slow.together == [[0, 1], [0], [0, 1], [0], [0, 1], [0], [0], [0]]
 
 
 def test_a_row_that_has_ended_may_take_part_once_more() -> None:
