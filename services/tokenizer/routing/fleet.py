@@ -135,16 +135,21 @@ class Fleet:
         return await self._home_of(wish.view, wish.session).open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
-        """Close a session; return whether it was open.
+        """Close a session, at all groups that have it; return whether it was open.
+
+        There are several if it was opened again while its group was away.
 
         Raises:
-            PandoError: its group is unavailable.
+            PandoError: its group is unavailable, or a group that may have it does not answer.
         """
         likely = self._home_of(view, session)
-        if await likely.close_session(view, session):
-            return True
-        home = await self.find_home(view, session, None, likely.name)
-        return home is not None and await self._replica(home).close_session(view, session)
+        was_open = await likely.close_session(view, session)
+        found, is_certain = await self._find(view, session, None, likely.name)
+        for home in found:
+            was_open = await self._replica(home).close_session(view, session) or was_open
+        if not was_open and not is_certain:
+            raise _may_be_away()
+        return was_open
 
     async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
         """Return whether a session is open at a group, and has the turn `after` if that is not None.
@@ -160,17 +165,20 @@ class Fleet:
         Raises:
             UnavailableError: a group that may have it does not answer.
         """
+        found, is_certain = await self._find(view, session, after, lacking)
+        if found:
+            return favourite(session_key(view, session), found)
+        if not is_certain:
+            raise _may_be_away()
+        return None
+
+    async def _find(self, view: View, session: str, after: str | None, lacking: str | None) -> tuple[list[str], bool]:
+        """Return the groups that have a session, and whether no other one can have it; all but `lacking` are asked."""
         asked = {name: replica for name, replica in self._replicas.items() if name != lacking}
         answers = await asyncio.gather(*(each.try_find_session(view, session, after) for each in asked.values()))
         found = [name for name, has_session in zip(asked, answers, strict=True) if has_session]
-        if found:
-            return favourite(session_key(view, session), found)
-        if any(
-            has_session is None and not each.is_gone for each, has_session in zip(asked.values(), answers, strict=True)
-        ):
-            message = "a group that may have this session does not answer; try again, or open another session"
-            raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
-        return None
+        silent = [each for each, has_session in zip(asked.values(), answers, strict=True) if has_session is None]
+        return found, all(each.is_gone for each in silent)
 
     def send_home(self, home: str, request: ScheduleRequest) -> None:
         """Send a turn to the group that has its session.
@@ -368,6 +376,11 @@ class Destinations:
 
 def _no_scheduler() -> UnavailableError:
     return UnavailableError("no scheduler would serve now", retry_after_ms=RETRY_AFTER_MS)
+
+
+def _may_be_away() -> UnavailableError:
+    message = "a group that may have this session does not answer; try again, or open another session"
+    return UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
 
 
 def _in_session(request: ScheduleRequest) -> ScheduleRequest:

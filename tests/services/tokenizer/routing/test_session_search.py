@@ -141,6 +141,29 @@ async def test_turns_of_sessions_reach_them_whichever_groups_are_away(tmp_path: 
     assert moved, "some sessions were not at the most likely group"
 
 
+async def test_a_session_that_was_opened_again_while_its_group_was_away_is_closed_at_both(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with fleet_of(tier) as (fleet, answers):
+        first = tier.groups[0]
+        (view,) = views_of(tier, first, 1)
+        for group in (first, tier.groups[1]):
+            await fleet.open_session(SessionWish(view, "chat"))
+            assert group.scheduler.sessions
+            await leave(tier, fleet, first) if group is first else await come_back(tier, fleet, first)
+        assert await fleet.close_session(view, "chat")
+        fleet.submit([turn_of(view, "turn")])
+        assert await answers.code("turn") is ErrorCode.INVALID_REQUEST
+        assert not any(group.scheduler.sessions for group in tier.groups)
+
+
+async def test_closing_a_session_needs_no_answer_of_groups_that_are_away(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 3)
+    async with fleet_of(tier) as (fleet, _):
+        await leave(tier, fleet, tier.groups[0])
+        await fleet.open_session(SessionWish(view_of(0), "chat"))
+        assert await fleet.close_session(view_of(0), "chat")
+
+
 async def test_a_turn_of_no_session_is_refused_as_such_once_every_group_says_so(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 3)
     async with fleet_of(tier) as (fleet, answers):
