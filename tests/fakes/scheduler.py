@@ -36,6 +36,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.sessions: set[tuple[str, str]] = set()
         # Whether turns of sessions that are not open are refused.
         self.needs_sessions = False
+        # Names of turns that no session has.
+        self.unknown_turns: set[str] = set()
         # Reported with every answer; None: never, as by schedulers of earlier versions.
         self.load: scheduler_pb2.SchedulerLoad | None = None
         # Set to True to let heartbeats go unanswered.
@@ -86,7 +88,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         lacks_images = lacks_images or (self.lacks_all_images and bool(schedule.images))
         unavailable = common_pb2.RequestError(code=common_pb2.ERROR_CODE_UNAVAILABLE, message="not kept")
         if self.needs_sessions and schedule.HasField("turn") and not self._may_run(schedule):
-            refusal = common_pb2.RequestError(code=common_pb2.ERROR_CODE_INVALID_REQUEST, message="is not open")
+            message = "no such turn" if self._has_session(schedule) else "is not open"
+            refusal = common_pb2.RequestError(code=common_pb2.ERROR_CODE_INVALID_REQUEST, message=message)
             return common_pb2.Admission(request_id=schedule.request_id, rejected=refusal, lacks_session=True)
         return common_pb2.Admission(
             request_id=schedule.request_id,
@@ -99,8 +102,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def _may_run(self, schedule: scheduler_pb2.ScheduleRequest) -> bool:
         turn = schedule.turn
         needs_none = bool(turn.conversation_token_ids) or (schedule.HasField("resume") and not turn.HasField("after"))
-        is_open = (schedule.view.subject.name, schedule.session) in self.sessions
-        return is_open or (needs_none and not turn.only_in_session)
+        is_there = self._has_session(schedule) and turn.after not in self.unknown_turns
+        return is_there or (needs_none and not turn.only_in_session)
+
+    def _has_session(self, schedule: scheduler_pb2.ScheduleRequest) -> bool:
+        return (schedule.view.subject.name, schedule.session) in self.sessions
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         self.sessions.add((wish.view.subject.name, wish.session))
@@ -112,7 +118,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return was_open
 
     async def find_session(self, view: View, session: str, after: str | None = None) -> bool:
-        return (view.subject.name, session) in self.sessions
+        return (view.subject.name, session) in self.sessions and after not in self.unknown_turns
 
     async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 60.0) -> None:
         """Wait until `condition` holds for what has been received."""

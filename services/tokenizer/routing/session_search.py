@@ -134,6 +134,9 @@ class SessionSearch:
         )
         try:
             home = await self._groups.find_home(request.view, options.session, options.turn.after, lacking)
+            if home is None and options.turn.after is not None and not goes_on_alone:
+                # A group with the session but not the turn says so, as the refusal so far may not.
+                home = await self._groups.find_home(request.view, options.session, None, lacking)
         except UnavailableError:
             if not goes_on_alone:
                 raise

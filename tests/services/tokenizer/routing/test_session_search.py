@@ -174,6 +174,24 @@ async def test_a_turn_of_no_session_is_refused_as_such_once_every_group_says_so(
         assert not await fleet.close_session(view_of(0), "chat")
 
 
+async def test_a_turn_that_continues_none_is_refused_by_the_group_of_its_session(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 3)
+    async with fleet_of(tier) as (fleet, answers):
+        first = tier.groups[0]
+        await leave(tier, fleet, first)
+        (view,) = views_of(tier, first, 1)
+        await fleet.open_session(SessionWish(view, "chat"))
+        await come_back(tier, fleet, first)
+        for group in tier.groups:
+            group.scheduler.unknown_turns = {"last"}
+        fleet.submit([turn_of(view, "turn")])
+        assert await answers.code("turn") is ErrorCode.INVALID_REQUEST
+        refusal = answers.by_id["turn"].rejected
+        assert refusal is not None
+        assert refusal.message == "no such turn"
+        assert not len(fleet._search)
+
+
 async def test_a_session_that_may_be_at_a_group_that_is_away_is_not_taken_for_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
