@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
     from common.types import EncoderOutputId, RowImage
-    from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, PassCalls, ProgressReport
+    from services.worker.engine.execution.interface import (
+        AdapterSize,
+        AdapterStore,
+        AfterPasses,
+        Engine,
+        PassCalls,
+        ProgressReport,
+    )
     from services.worker.profiles import ProfileRecorder
 
     # Of the loaded model and of another one; returns the bytes of its weights, or raises ConfigurationError.
@@ -98,7 +105,7 @@ class Rank:
         self.leases = PageLeases(lambda: engine.device_pages)
         self.encodings = EncodingQueue(self._encode)
         self._log = get_logger("rank")
-        self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
+        self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._thread.call)
         self._thread.start()
 
     @property
@@ -216,7 +223,7 @@ class Rank:
         """Run a command that leads to another state, unless the rank is configured meanwhile."""
         before = self._state
         try:
-            outcome = await self._run_on_thread(command)
+            outcome = await self._thread.call(command)
         except Exception as error:
             self._log.exception("engine.sleep_failed")
             if self._state is before:
@@ -249,14 +256,18 @@ class Rank:
             raise NotReadyError(f"the rank is {self._state.value}, configure it first")
         return replace(spec, model=model, load_format=load_format or spec.load_format)
 
-    def grant_pages(self, lease: bytes, pages: Iterable[int], snapshots: Iterable[int] = ()) -> None:
+    async def grant_pages(self, lease: bytes, pages: Iterable[int], snapshots: Iterable[int] = ()) -> None:
         """Let workers of other groups read pages and snapshots under a lease; see `PageLeases`.
+
+        Snapshots are granted once the plans so far have saved them: the scheduler hears of a plan's tokens from one
+        rank, and others may not have come as far.
 
         Raises:
             NotReadyError: no stream of plans is open, or the rank sleeps, so no scheduler holds the pages.
             InvalidRequestError: the lease's name is invalid, or this rank has no such pages or snapshots.
         """
-        if self._session is None or self._capacity is None:
+        session = self._session
+        if session is None or self._capacity is None:
             raise NotReadyError("no stream of plans is open")
         if self._state is not WorkerState.READY:
             raise NotReadyError(f"the rank is {self._state.value}, and its pages hold nothing")
@@ -266,7 +277,22 @@ class Rank:
         lent, states = list(snapshots), self._capacity.recurrent_states
         if lent and max(lent) >= (states.snapshots if states else 0):
             raise InvalidRequestError("there is no such snapshot", param="device_snapshots")
+        if lent:
+            await self._until_passes_end()
+            if self._session is not session or self._state is not WorkerState.READY:
+                raise NotReadyError("the stream of plans has ended")
         self.leases.grant(lease, known, lent)
+
+    async def _until_passes_end(self) -> None:
+        """Wait until the plans that were received have been carried out, on the device as well."""
+
+        def launched() -> AfterPasses | None:
+            pages = self._engine.device_pages
+            return None if pages is None else pages.after_passes()
+
+        after = await self._thread.call(launched)
+        if after is not None:
+            await asyncio.to_thread(after)
 
     async def keep_embeddings(
         self, output: EncoderOutputId, count: int, read: Callable[[int], Awaitable[memoryview]]
@@ -291,7 +317,7 @@ class Rank:
             images.keep(output, content)
             return True
 
-        if not await self._run_on_thread(keep):
+        if not await self._thread.call(keep):
             raise UnavailableError("the stream of plans has ended")
 
     def check_encoder(self, identity: str) -> None:
@@ -312,7 +338,7 @@ class Rank:
             self._thread.beat()
             return self._engine.encoder.encode(images)
 
-        encoded = await self._run_on_thread(encode)
+        encoded = await self._thread.call(encode)
         metrics.ENCODED_IMAGES_TOTAL.inc(len(images))
         return encoded
 
@@ -550,29 +576,6 @@ class Rank:
         """Give an idle engine something to do, on its thread."""
         if self._state is WorkerState.READY:
             self._engine.keep_warm()
-
-    async def _run_on_thread(self, command: Callable[[], T]) -> T:
-        """Run something between plans, on the engine's thread, and return its result."""
-        done: asyncio.Future[T] = self._loop.create_future()
-
-        def succeed(outcome: T) -> None:
-            if not done.cancelled():
-                done.set_result(outcome)
-
-        def fail(error: Exception) -> None:
-            if not done.cancelled():
-                done.set_exception(error)
-
-        def run() -> None:
-            try:
-                outcome = command()
-            except Exception as error:  # noqa: BLE001  (raised again in the caller that waits)
-                self._call_loop(fail, error)
-            else:
-                self._call_loop(succeed, outcome)
-
-        self._thread.submit(run)
-        return await done
 
     def _call_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)

@@ -208,7 +208,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.GrantPagesResponse:
         """Let workers of other groups read pages."""
         try:
-            self._rank.grant_pages(request.lease, request.device_pages, request.device_snapshots)
+            await self._rank.grant_pages(request.lease, request.device_pages, request.device_snapshots)
         except NotReadyError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return worker_pb2.GrantPagesResponse()

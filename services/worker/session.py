@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from common.logs import get_logger
 from common.types import StepId
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Plans that are taken from the stream before their last result is written; gRPC holds back the peer beyond that.
 MAX_OPEN_PLANS = 64
 EngineCommand = Callable[[], None]
+T = TypeVar("T")
 
 HEARTBEAT_S = 0.25
 
@@ -129,6 +130,30 @@ class EngineThread:
     def submit(self, command: EngineCommand) -> None:
         """Queue a command; it handles its own errors."""
         self._commands.put(command)
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run something after the queued commands, and return its result, or raise its error, on the event loop."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def succeed(outcome: T) -> None:
+            if not done.cancelled():
+                done.set_result(outcome)
+
+        def fail(error: Exception) -> None:
+            if not done.cancelled():
+                done.set_exception(error)
+
+        def run() -> None:
+            try:
+                outcome = command()
+            except Exception as error:  # noqa: BLE001  (raised again in the caller that waits)
+                loop.call_soon_threadsafe(fail, error)
+            else:
+                loop.call_soon_threadsafe(succeed, outcome)
+
+        self.submit(run)
+        return await done
 
     def beat(self) -> None:
         """Show a sign of life, from within a command."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad
     from common.types import SamplingParams, TokenIds
-    from services.worker.engine.execution.interface import AfterPasses, Checkpoint, ProgressReport
+    from services.worker.engine.execution.interface import AfterPasses, Checkpoint, ProgressReport, SnapshotBytes
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowIndices
@@ -398,7 +398,8 @@ class FakeDevicePages:
     def __init__(self, page_bytes: int) -> None:
         # All ranks hold the one head.
         self.form = PageForm(((1, page_bytes),), Span(0, 1), 1)
-        self.shared_name = self.snapshots = None
+        self.shared_name = None
+        self.snapshots: SnapshotBytes | None = None
 
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return bytes(self.form.bytes_of(heads) * len(pages))
