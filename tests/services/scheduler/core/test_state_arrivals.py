@@ -182,6 +182,18 @@ def test_a_prompt_that_has_come_from_elsewhere_meanwhile_is_not_read() -> None:
     assert not arrivals(harness)
 
 
+def test_less_may_be_offered_than_the_view_has_by_then() -> None:
+    harness = make_harness()
+    fetch = submit(harness, "one")
+    harness.core.submit(make_request("two", PROMPT[:-8], max_tokens=2), harness.now)
+    harness.run()
+    computed = prefilled(harness)
+    offer(fetch, 5)
+    finish(harness, "one")
+    assert prefilled(harness) - computed == len(PROMPT) - 9 * PAGE
+    assert [(one.pages, len(one.device_snapshots)) for one in arrivals(harness)] == [(0, 1)]
+
+
 def test_pages_that_lack_states_are_not_read_again() -> None:
     harness = make_harness()
     harness.core.submit(make_request("before", PROMPT[:24], max_tokens=2), 0.0)
@@ -199,6 +211,27 @@ def test_pages_that_lack_states_are_not_read_again() -> None:
     (arrival,) = arrivals(harness)
     assert (arrival.pages, fetch.first) == (WHOLE_PAGES - 6, 6)
     assert prefilled(harness) == 24 + LEFT
+
+
+def test_a_beginning_that_only_the_host_has_is_read_as_well() -> None:
+    harness = make_harness(pages=20, max_context=70, host_pages=200)
+    harness.core.submit(make_request("before", PROMPT[:24], max_tokens=2), 0.0)
+    harness.run()
+    for other in range(4):
+        prompt = list(range(500 + 100 * other, 564 + 100 * other))
+        harness.core.submit(make_request(f"other {other}", prompt, user="bob", max_tokens=2), harness.now)
+        harness.run()
+    computed = prefilled(harness)
+    assert harness.core.memory.loads is not None
+    match = harness.core.memory.loads.host.find(make_request("x", PROMPT).view, make_request("x", PROMPT).token_ids)
+    assert (match.device_tokens, match.host_tokens) == (0, 20)
+    fetch = submit(harness, "one")
+    offer(fetch)
+    finish(harness, "one")
+    assert fetch.has_arrived
+    # The device still had some pages of it, but no states.
+    assert [transfer.pages for transfer in arrivals(harness)] == [WHOLE_PAGES - 3]
+    assert prefilled(harness) - computed == LEFT
 
 
 @pytest.mark.parametrize("snapshots", [1, 2])
