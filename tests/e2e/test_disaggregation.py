@@ -6,7 +6,6 @@ import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from deploy.supervisor.layout import PlannedGroup, Replicas, free_port
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.byte_models import continued, save_byte_model
 from tests.e2e.conftest import require_model, serve
-from tests.e2e.test_stored_prefills import has_heard_of_both
+from tests.e2e.served import serving_groups
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def serve_both(settings: Settings, root: Path, groups: tuple[PlannedGroup, ...])
     port = free_port("127.0.0.1")
     settings = settings.model_copy(update={"tokenizer": TokenizerSettings(metrics_port=port)})
     with contextmanager(serve)(settings, root, replicas=Replicas(groups=groups)) as served:
-        wait_until(partial(has_heard_of_both, port))
+        wait_until(lambda: serving_groups(port) == len(groups))
         yield served
 
 
