@@ -30,13 +30,14 @@ from common.types import (
 )
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.grammars.matcher import mask_words
+from tests.fakes.grammar_library import FakeLibrary
 from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 from tests.services.worker.engine.execution.asked import random_sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from services.scheduler.cache.factory import CacheName
     from services.worker.engine.execution.engine import ModelEngine
     from services.worker.engine.grammars.matcher import Mask
-    from services.worker.engine.grammars.vocabulary_source import VocabularySource
     from services.worker.engine.model.batch import ForwardBatch
 
 VOCABULARY = 128
@@ -125,23 +125,9 @@ class _Choices:
         return zlib.crc32(np.array(self._output[-2:], np.int32).tobytes())
 
 
-class Library:
-    """Stands in for `GrammarLibrary`."""
-
-    threads = 1
-
-    def serve(self, source: VocabularySource) -> None:
-        pass
-
-    def begin(self, grammar: Grammar) -> None:
-        pass
-
+class Library(FakeLibrary):
     def matcher(self, grammar: Grammar) -> _Choices:
         return _Choices(is_certain=grammar == CERTAIN)
-
-    def fill(self, matchers: Sequence[_Choices], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
-        for matcher, line in zip(matchers, lines, strict=True):
-            masks[line] = matcher.mask()
 
 
 def history_engine(pages: int) -> ModelEngine:

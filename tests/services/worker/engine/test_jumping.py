@@ -17,6 +17,7 @@ from common.types import FinishReason, RequestId, RowSlot, StepId
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.torch_model import TorchModel, torch_engine
 from services.worker.engine.grammars.matcher import mask_words
+from tests.fakes.grammar_library import FakeLibrary
 from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker, next_token
 from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from common.grammars import Grammar
     from common.steps import EngineCapacity, StepResult
     from services.worker.engine.grammars.matcher import Mask
-    from services.worker.engine.grammars.vocabulary_source import VocabularySource
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.plans.rows import RowStates
 
@@ -76,20 +76,11 @@ class Certainty:
             mask.view(np.uint32)[only >> 5] = 1 << (only & 31)
         return mask
 
-    def only(self) -> int | None:
-        return certain(self.output)
-
-    def spelling(self) -> None:
+    def spelling(self, mask: Mask) -> None:
         return None
 
 
-class Library:
-    def serve(self, source: VocabularySource) -> None:
-        pass
-
-    def begin(self, grammar: Grammar) -> None:
-        pass
-
+class Library(FakeLibrary):
     def matcher(self, grammar: Grammar) -> Certainty:
         return Certainty()
 

@@ -12,6 +12,7 @@ from common.grammars import Grammar, GrammarKind
 from services.worker.engine.grammars.matcher import mask_words
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.rows import RowStates
+from tests.fakes.grammar_library import FakeLibrary
 from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import (
     EOS,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from services.worker.engine.grammars.matcher import Mask
+    from services.worker.engine.grammars.row_masks import FollowsOutput
 
 ORDER = schema_grammar(CORPUS["order"])
 LISTS = schema_grammar(CORPUS["array of arrays"])
@@ -109,21 +111,14 @@ class Walk:
         return None
 
 
-class Library:
+class Library(FakeLibrary):
     threads = 2
 
     def __init__(self, path: list[int]) -> None:
         self.path = path
 
-    def begin(self, grammar: Grammar) -> None:
-        pass
-
     def matcher(self, grammar: Grammar) -> Walk:
         return Walk(list(self.path))
-
-    def fill(self, matchers: Sequence[Walk], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
-        for matcher, line in zip(matchers, lines, strict=True):
-            masks[line] = matcher.mask()
 
 
 def allowed(masks: RowMasks, rows: RowStates) -> list[int]:
@@ -188,7 +183,7 @@ class Slow:
             def matcher(self, grammar: Grammar) -> Walk:
                 return SlowWalk(outer.path[:] if grammar == LISTS else list(self.path))
 
-            def fill(self, matchers: Sequence[Walk], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
+            def fill(self, matchers: Sequence[FollowsOutput], masks: NDArray[np.int32], lines: Sequence[int]) -> None:
                 outer.together.append(list(lines))
                 super().fill(matchers, masks, lines)
 
