@@ -86,6 +86,6 @@ class Served:
 
 
 def serving_groups(metrics_port: int) -> int:
-    """Return how many of several scheduler groups a tokenizer considers ready, by its metrics."""
+    """Return the number of scheduler groups that a tokenizer considers ready, by its metrics."""
     metrics = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", trust_env=False, timeout=30).text
     return len(re.findall(r"^pando_tokenizer_replica_serving{[^}]*} 1", metrics, re.MULTILINE))

@@ -102,7 +102,7 @@ def waiting_prompts(served: Served, name: str, random: Random) -> Iterator[None]
 
 @dataclass
 class Outputs:
-    """What has come of the outputs for one prompt, which are asked for one after the other."""
+    """Outcome of the outputs for one prompt, which are asked for one after the other."""
 
     prompt: list[int]
     given: list[list[int]] = field(default_factory=list)

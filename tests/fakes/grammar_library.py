@@ -1,4 +1,4 @@
-"""What a library of grammars has beside its matchers."""
+"""A library of grammars without compiled ones."""
 
 from __future__ import annotations
 

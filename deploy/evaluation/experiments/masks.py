@@ -140,7 +140,7 @@ class OneGrammar:
 
 
 def rows_at(library: OneGrammar, count: int) -> Callable[[], NDArray[np.int32]]:
-    """Return what computes the masks of so many rows, as each pass does."""
+    """Return a function that computes the masks of so many rows, as each pass does."""
     masks, rows = RowMasks(library, library.vocabulary_size), RowStates(count, 64, 16)
     for slot in range(count):
         opened = bound_row(slot, schema_grammar(PERSON), seed=1, length=40)

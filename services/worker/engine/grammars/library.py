@@ -58,7 +58,7 @@ class CompilesGrammars(Protocol):
 
 
 def fill_threads() -> int:
-    """Return how many threads compute the masks of a pass: half of the cores, as others do the rest of the work."""
+    """Return the number of threads for the masks of a pass: half of the cores, as others do the rest of the work."""
     return max(1, min(MAX_FILL_THREADS, available_cores() // 2))
 
 

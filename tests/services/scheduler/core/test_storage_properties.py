@@ -37,7 +37,7 @@ class Names:
 
 
 class StorageMachine(HostTierMachine):
-    """What was stored in one life of the workers is there in the next, unless it gets lost."""
+    """Storage that outlives its workers: an object stays there until it is removed or lost."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StoredSnapshotMachine(HostSnapshotMachine):
-    """What was stored in one life of the workers is there in the next, unless it gets lost."""
+    """Storage that outlives its workers: an object stays there until it is removed or lost."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class Device(UnwrittenPages):
         self.snapshots = Snapshots(self)
 
     def number_of(self, place: int) -> int:
-        """Return what a page or a snapshot holds, after a while."""
+        """Return the content of a page or a snapshot, after a while."""
         self._wait([place])
         return self.content[place]
 
@@ -108,7 +108,7 @@ class Loan:
 
     @property
     def places(self) -> set[int]:
-        """What it holds, pages and snapshot."""
+        """Its content, pages and snapshot."""
         return set(self.pages) | (set() if self.snapshot is None else {PAGES + self.snapshot})
 
 

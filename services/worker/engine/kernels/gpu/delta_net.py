@@ -131,7 +131,7 @@ class GpuDeltaNet:
 
 @functools.cache
 def _stages(device: torch.device) -> int:
-    """Return how many blocks of a chunk are in shared memory at once: two where that holds 185 KB."""
+    """Return the number of blocks of a chunk in shared memory at once: two where that holds 185 KB."""
     has_much = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _LARGE_SHARED_MEMORY
     return 2 if has_much else 1
 
