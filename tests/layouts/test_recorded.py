@@ -13,7 +13,8 @@ from tests.layouts.arrangements import ARRANGEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = read_results(ROOT / "deploy" / "evaluation" / "results" / "layouts.json")
 COUNTS = ("requests", "kills", "differences", "ties")
-TEXT = (ROOT / "docs" / "scaling.md").read_text()
+TEXT = (ROOT / "docs" / "benchmarks.md").read_text()
+SUMMARY = (ROOT / "docs" / "scaling.md").read_text()
 
 
 def recorded(metric: str, layout: str) -> int:
@@ -39,6 +40,16 @@ def test_the_document_has_the_totals() -> None:
         " ".join(TEXT.split()),
     )
     numbers = [total("requests"), total("greedy"), len(ARRANGEMENTS), total("kills"), total("ties")]
+    assert [int(number.replace(",", "")) for number in stated] == numbers
+
+
+def test_the_summary_has_the_same_totals() -> None:
+    (stated,) = re.findall(
+        r"of ([\d,]+) requests to (\d+) layouts of tiny models on CPUs, during ([\d,]+) kills, none was answered "
+        r"otherwise; in (\d+) of them",
+        " ".join(SUMMARY.split()),
+    )
+    numbers = [total("requests"), len(ARRANGEMENTS), total("kills"), total("ties")]
     assert [int(number.replace(",", "")) for number in stated] == numbers
 
 
