@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from services.worker.engine.kernels.cpu.products import (
     choice_key,
     measured_choice,
 )
+from services.worker.engine.kernels.gpu.libraries import has_triton
 from services.worker.engine.kernels.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def agreed_backend(backend: KernelBackend, group: RankGroup) -> KernelBackend:
 
 def select_adapter_products(backend: KernelBackend, slots: int, device: torch.device) -> AdapterProducts:
     """Return the products of `slots` adapters that are fastest on `device`, beside those of `backend`."""
-    if importlib.util.find_spec("triton") is not None:
+    if has_triton():
         # Imported here because they need Triton.
         from services.worker.engine.adapters.segmented import SegmentedAdapters
         from services.worker.engine.kernels.gpu.backend import GpuBackend
@@ -269,7 +269,7 @@ def select_gpu_backend(
     reason = None
     if dtype.itemsize != 2:
         reason = f"the GPU's own kernels compute in bfloat16 or float16, not {dtype}"
-    elif importlib.util.find_spec("triton") is None:
+    elif not has_triton():
         reason = "Triton is not installed; install it: pip install triton"
     if reason is None:
         # Imported here because it needs Triton.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import queue
 import threading
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from services.worker.engine.host_tier.shared_pages import (
     SharingError,
 )
 from services.worker.engine.host_tier.stream_transfers import runs
+from services.worker.engine.kernels.gpu.libraries import has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -173,7 +173,7 @@ class _Slot:
 def make_peer_copies(transfers: StreamTransfers, sharing: MemorySharing) -> PeerCopies | None:
     """Return copies to the host pages of `transfers`; None without Triton, or if pages have odd sizes."""
     memory = transfers.host.memory
-    if memory.shape[-1] * memory.itemsize % 8 or importlib.util.find_spec("triton") is None:
+    if memory.shape[-1] * memory.itemsize % 8 or not has_triton():
         return None
     # Imported here because it needs Triton.
     from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover

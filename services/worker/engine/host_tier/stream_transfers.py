@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections import deque
@@ -14,6 +13,7 @@ import torch
 
 from common.transfers import TransferAck, TransferDirection
 from services.worker.engine.host_tier.pool import HostPool, PinnedRange, parts_of_pages
+from services.worker.engine.kernels.gpu.libraries import has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -274,7 +274,7 @@ class TorchPageMover:
 
 def make_mover(pool: KvPool) -> PageMover:
     """Return one program for all layers where Triton is installed and pages consist of whole words."""
-    if importlib.util.find_spec("triton") is not None:
+    if has_triton():
         # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
 

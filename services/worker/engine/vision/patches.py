@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from services.worker.engine.kernels.gpu.libraries import has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def rotate(qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> Non
 
     In one program on a GPU that Triton serves.
     """
-    if qkv.is_cuda and _has_triton():
+    if qkv.is_cuda and has_triton():
         # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.patch_rotation import rotate as rotate_on_gpu
 
@@ -91,11 +91,6 @@ def rotate(qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> Non
     cosine, sine = cosines[:, None, None], sines[:, None, None]
     first, second = (half.float() for half in halves.unbind(3))
     halves.copy_(torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=3))
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def joined_pixels(images: Sequence[EncoderImage], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from services.worker.engine.backends import (
     select_backend,
     select_device,
     select_dtype,
+    select_gpu_backend,
     select_kv_dtype,
 )
 from services.worker.engine.kernels.cpu.backend import CpuBackend
@@ -92,6 +93,18 @@ def test_compiled_operators_are_for_cpus() -> None:
         find_library(RunnerOptions(backend="compiled"), CUDA)
     assert find_library(RunnerOptions(backend="torch"), CPU) is None
     assert select_backend(None, torch.float32, CPU, threads=1).name == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_whose_own_kernels_cannot_be_had_computes_with_torch_or_is_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("services.worker.engine.backends.has_triton", lambda: dtype == torch.float32)
+    reason = "not torch.float32" if dtype == torch.float32 else "Triton is not installed"
+    assert select_gpu_backend(RunnerOptions(), dtype, CPU, max_rows=4).name == "torch"
+    assert reason in caplog.text
+    with pytest.raises(ConfigurationError, match=f"backend=gpu: .*{reason}"):
+        select_gpu_backend(RunnerOptions(backend="gpu"), dtype, CPU, max_rows=4)
 
 
 def test_weights_on_processors_that_multiply_pairs_of_bfloat16_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAtte
 from services.worker.engine.kernels.gpu.flashinfer_products import FlashInferProducts
 from services.worker.engine.kernels.gpu.kernels import GpuKernels
 from services.worker.engine.kernels.gpu.latent_attention import GpuLatentAttention
+from services.worker.engine.kernels.gpu.libraries import has_flashinfer
 from services.worker.engine.kernels.gpu.ordered_attention import OrderedAttention
 from services.worker.engine.kernels.gpu.ordered_kernels import OrderedKernels
 from services.worker.engine.kernels.gpu.prebuild import LATENT_DIMS, is_latent_missing, is_missing
@@ -63,7 +63,7 @@ class GpuBackend:
         return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)
 
     def _chunk_attention(self, shape: AttentionShape) -> ChunkAttention:
-        if importlib.util.find_spec("flashinfer") is None:
+        if not has_flashinfer():
             log.warning(
                 "FlashInfer is not installed, prompts are computed slower; install it: pip install flashinfer-python"
             )
@@ -96,7 +96,7 @@ class GpuBackend:
 
     def _latent_chunks(self, shape: AttentionShape) -> ChunkAttention | None:
         """Return FlashInfer's kernels of latent attention; None: they do not serve this shape, or are not here."""
-        if importlib.util.find_spec("flashinfer") is None:
+        if not has_flashinfer():
             return None
         sizes = (shape.value_dim, shape.head_dim - shape.value_dim)
         if sizes != LATENT_DIMS:
@@ -113,4 +113,4 @@ class GpuBackend:
 def has_flashinfer_products(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether FlashInfer is installed, and has products with FP8 in blocks for such a GPU and inputs of `dtype`."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
-    return is_hopper and dtype == torch.bfloat16 and importlib.util.find_spec("flashinfer") is not None
+    return is_hopper and dtype == torch.bfloat16 and has_flashinfer()

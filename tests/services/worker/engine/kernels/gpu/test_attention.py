@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import fields, replace
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine.kernels.gpu.libraries import has_flashinfer
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, KvScales, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case, blocks_of
@@ -222,7 +222,7 @@ def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: to
     check(case, device, make)
 
 
-@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="where FlashInfer is, it is tested itself")
+@pytest.mark.skipif(has_flashinfer(), reason="where FlashInfer is, it is tested itself")
 def test_rows_are_cut_at_the_borders_of_chunks_for_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "services.worker.engine.kernels.gpu.flashinfer_prefill"
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from services.worker.engine.kernels.gpu.libraries import has_flashinfer
 from services.worker.engine.kernels.torch.kernels import gated
 from services.worker.engine.model.config import Activation
 from services.worker.engine.quantization import fp8
@@ -205,12 +205,8 @@ def test_matrices_with_parts_of_blocks_are_not_the_librarys(library: Library, de
 
 
 def test_only_hopper_gpus_with_bfloat16_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(name: str) -> object | None:
-        return None if name in missing else object()
-
-    missing: set[str] = set()
-    capability = (9, 0)
-    monkeypatch.setattr("services.worker.engine.kernels.gpu.backend.importlib.util.find_spec", find)
+    is_installed, capability = True, (9, 0)
+    monkeypatch.setattr("services.worker.engine.kernels.gpu.backend.has_flashinfer", lambda: is_installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     gpu = torch.device("cuda", 0)
     assert has_flashinfer_products(torch.bfloat16, gpu)
@@ -218,8 +214,7 @@ def test_only_hopper_gpus_with_bfloat16_have_them(monkeypatch: pytest.MonkeyPatc
     assert not has_flashinfer_products(torch.bfloat16, torch.device("cpu"))
     capability = (10, 0)
     assert not has_flashinfer_products(torch.bfloat16, gpu)
-    capability = (9, 0)
-    missing.add("flashinfer")
+    is_installed, capability = False, (9, 0)
     assert not has_flashinfer_products(torch.bfloat16, gpu)
 
 
@@ -281,7 +276,7 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypatch
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available()
     or torch.cuda.get_device_capability() != (9, 0)
-    or find_spec("flashinfer") is None
+    or not has_flashinfer()
     or find_compiler() is None,
     reason="needs a Hopper GPU, FlashInfer and nvcc",
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine.kernels.gpu.libraries import has_flashinfer
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from tests.services.worker.engine.kernels.attention_cases import Case
@@ -182,7 +182,7 @@ class StatedWrapper:
                 out[token] = scores.softmax(-1) @ values[:seen]
 
 
-@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="where FlashInfer is, it is tested itself")
+@pytest.mark.skipif(has_flashinfer(), reason="where FlashInfer is, it is tested itself")
 def test_flashinfer_is_called_as_its_documentation_says(monkeypatch: pytest.MonkeyPatch) -> None:
     described = ModuleType("flashinfer.mla")
     described.BatchMLAPagedAttentionWrapper = StatedWrapper  # type: ignore[attr-defined]  # made for this test
