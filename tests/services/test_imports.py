@@ -48,3 +48,19 @@ def test_a_service_imports_only_the_heavy_libraries_that_it_needs(module: str) -
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()
     assert "grpc" in loaded
     assert HEAVY & set(loaded) == NEEDED[module]
+
+
+# The engine on a CPU: torch's compiler and what it imports, and the library of models of `transformers`, each of which
+# takes a second.
+COMPILER = {"sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transformers", "triton"}
+_ENGINE = (
+    "import sys, services.worker.__main__, services.worker.engine.execution.torch_model, services.worker.engine.loader;"
+    "print(*sys.modules)"
+)
+
+
+def test_a_worker_on_a_cpu_does_not_import_the_compiler_of_torch() -> None:
+    command = [sys.executable, "-c", _ENGINE]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()
+    assert {"torch", "services.worker.engine.encoder.model"} <= set(loaded)
+    assert not COMPILER & set(loaded)

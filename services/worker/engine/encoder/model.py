@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import gelu, layer_norm, relu, scaled_dot_product_attention, silu
 
 from services.worker.engine.encoder.config import EncoderActivation
@@ -109,7 +108,7 @@ class TextAttention:
         self._are_equal = not has_window and len(lengths) > 0 and bool((lengths == self._longest).all())
         self._ends = (
             to_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
-            if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FLASH_CAPABILITY
+            if has_flash_attention(device)
             else None
         )
 
@@ -122,6 +121,8 @@ class TextAttention:
             attended = scaled_dot_product_attention(*texts.permute(2, 0, 3, 1, 4))
             return attended.transpose(1, 2).reshape(-1, hidden)
         if self._ends is not None and len(qkv) and _suits_flash(heads):
+            from torch.nn.attention.varlen import varlen_attn
+
             queries, keys, values = heads.unbind(1)
             seen = -1 if self._window is None else self._window
             packed = varlen_attn(
@@ -146,6 +147,20 @@ class TextAttention:
             _group(starts[buckets == one], lengths[buckets == one], self._device, self._window)
             for one in np.unique(buckets)
         ]
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether torch has FlashAttention for a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FLASH_CAPABILITY
+
+
+def import_flash_attention(device: torch.device) -> None:
+    """Import FlashAttention before the first batch on a device that has it.
+
+    That takes about a second and brings torch's compiler, which nothing else on a CPU needs.
+    """
+    if has_flash_attention(device):
+        import torch.nn.attention.varlen  # noqa: F401
 
 
 def _suits_flash(heads: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from services.worker.engine.backends import DTYPES, RunnerOptions, count_threads
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.encoder.config import ModernConfig, encoder_config
 from services.worker.engine.encoder.heads import read_encoder_head
-from services.worker.engine.encoder.model import Encoder
+from services.worker.engine.encoder.model import Encoder, import_flash_attention
 from services.worker.engine.encoder.modern import ModernEncoder, read_modern_weights
 from services.worker.engine.encoder.weights import read_weights
 from services.worker.engine.execution.out_of_memory import compute_in_parts, row_halves
@@ -94,6 +94,7 @@ class EncoderRunner:
         if device.type == "cpu":
             torch.set_num_threads(count_threads(options, spec))
             keep_freed_memory()
+        import_flash_attention(device)
         tensors = SafetensorsTensors(directory)
         kernels = TorchKernels(select_encoder_dtype(spec.dtype, config, device), device)
         with torch.inference_mode():

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from services.worker.engine.encoder.model import import_flash_attention
 from services.worker.engine.vision import gemma, idefics, pixtral, qwen2_5, qwen3
 
 if TYPE_CHECKING:
@@ -71,4 +72,5 @@ def load_vision(checkpoint: Checkpoint, config: VisionConfig, kernels: Kernels, 
     Raises:
         ConfigurationError: a tensor is missing or has another shape.
     """
+    import_flash_attention(device)
     return vision_families()[config.family].load(checkpoint, config, kernels, device)

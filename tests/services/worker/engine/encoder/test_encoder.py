@@ -14,6 +14,7 @@ from common.errors import ConfigurationError
 from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, Pooling, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.encoder import runner as runner_module
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.torch_model import TorchModel, torch_engine
@@ -220,3 +221,10 @@ def test_other_models_are_decoders(tmp_path: Path) -> None:
     )
     assert isinstance(runner, ModelRunner)
     assert not runner.capacity.is_encoder
+
+
+def test_loading_an_encoder_imports_its_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(runner_module, "import_flash_attention", devices.append)
+    configured(save_encoder(tmp_path))
+    assert devices == [torch.device("cpu")]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.encoder.model import TextAttention
+from services.worker.engine.encoder.model import TextAttention, import_flash_attention
+from services.worker.engine.vision import registry
 
 DEVICES = (("cpu", torch.float32), pytest.param(("cuda", torch.bfloat16), marks=pytest.mark.gpu))
 HEADS = 3
@@ -49,3 +54,25 @@ def test_each_text_sees_itself_alone(
 def test_there_may_be_no_texts() -> None:
     attention = TextAttention(np.array([], np.int64), HEADS, torch.device("cpu"))
     assert attention(torch.empty(0, 3 * HEADS * 16)).shape == (0, HEADS * 16)
+
+
+@pytest.mark.parametrize(("device", "capability"), [("cpu", (9, 0)), ("cuda", (7, 5)), ("cuda", (9, 0))])
+def test_flash_attention_is_imported_ahead_only_where_the_device_has_it(
+    device: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    # An import of it raises now.
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    has_it = device == "cuda" and capability >= (8, 0)
+    with pytest.raises(ImportError) if has_it else nullcontext():
+        import_flash_attention(torch.device(device))
+
+
+def test_loading_an_encoder_of_images_imports_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[object] = []
+    family = SimpleNamespace(load=lambda *_: events.append("weights"))
+    monkeypatch.setattr(registry, "vision_families", lambda: {"any": family})
+    monkeypatch.setattr(registry, "import_flash_attention", events.append)
+    device = torch.device("cpu")
+    registry.load_vision(None, SimpleNamespace(family="any"), None, device)  # type: ignore[arg-type]  # not looked at
+    assert events == [device, "weights"]
