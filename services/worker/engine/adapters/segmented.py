@@ -27,10 +27,10 @@ MOST_RANKS: Final = 512
 _FEW_RANKS: Final = 16
 # Up to so many tokens in so many tiles, inputs are shrunk on a stream of their own beside the base product. On an H200,
 # products of 8 adapters take 26 to 28 us of a layer so, instead of 40 to 43, at 16 and 64 tokens, and 41 to 46 instead
-# of 40 at 256. The many programs of 64 adapters get in the way of the base product: 81 us with 64 tokens beside it, and
-# 58 with 256 after it.
+# of 40 at 256; 32 of 64 adapters 53 instead of 56. The many programs of 64 tokens of as many adapters get in the way of
+# the base product: 80 us beside it, 78 after it.
 _BESIDE_TOKENS: Final = 64
-_BESIDE_TILES: Final = 20
+_BESIDE_TILES: Final = 40
 
 
 class SegmentedAdapters:

@@ -25,8 +25,11 @@ _COLUMNS = 128
 _ROW_COLUMNS = 1024
 # Factors of matrix units are at least as wide.
 _NARROWEST = 16
-# Columns of a head's state that one program keeps in registers.
+# Columns of a head's state that one program keeps in registers: for a token of a row, and for a chunk's.
+_ROW_VALUE_COLUMNS = 64
 _VALUE_COLUMNS = 32
+# Lines of a block's system that are inverted by substitution, which takes a step for each.
+_SUBBLOCK = BLOCK // 4
 _HEADS = 8
 # Compute capabilities with 227 KB of it: Hopper, and Blackwell of data centres.
 _LARGE_SHARED_MEMORY = (9, 10)
@@ -63,6 +66,7 @@ class GpuDeltaNet:
             "LEAST": EPSILON,
         }
         self._value_block = min(_VALUE_COLUMNS, _block_of(constants.value_dim))
+        self._row_value_block = min(_ROW_VALUE_COLUMNS, _block_of(constants.value_dim))
 
     def advance(self, states: LayerStates, projected: torch.Tensor, outputs: torch.Tensor, slots: StateSlots) -> None:
         """Advance states by the tokens of a batch; see `DeltaNet`."""
@@ -86,9 +90,9 @@ class GpuDeltaNet:
             projected, states.inputs, of.filters, slots, convolved, stride, width,
             KERNEL=kernel, BLOCK=_ROW_COLUMNS, num_warps=4,
         )  # fmt: skip
-        programs.take_tokens[(rows, of.value_heads, triton.cdiv(of.value_dim, self._value_block))](
+        programs.take_tokens[(rows, of.value_heads, triton.cdiv(of.value_dim, self._row_value_block))](
             convolved, projected, states.matrices, slots, of.decay_scales, of.decay_bias, attended, stride,
-            **self._sizes, VALUE_BLOCK=self._value_block, num_warps=4,
+            **self._sizes, VALUE_BLOCK=self._row_value_block, num_warps=4,
         )  # fmt: skip
 
     def _prefill(
@@ -111,7 +115,7 @@ class GpuDeltaNet:
         decays, strengths = torch.empty(2, blocks, heads, BLOCK, device=device)
         programs.solve_blocks[(blocks, heads)](
             convolved, projected, of.decay_scales, of.decay_bias, block_table, inverses, scores, decays, strengths,
-            stride, **self._sizes, TOKENS=BLOCK, num_warps=4,
+            stride, **self._sizes, TOKENS=BLOCK, SUBBLOCK=_SUBBLOCK, num_warps=4,
         )  # fmt: skip
         programs.take_blocks[(len(chunks), heads, triton.cdiv(of.value_dim, self._value_block))](
             convolved, states.matrices, chunk_table, inverses, scores, decays, strengths, attended,
