@@ -23,6 +23,7 @@ from common.wire.requests import grammar_from_wire
 from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
+from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORMAT
 from services.worker.engine.parallel.shards import Span
 from services.worker.grammars.process import check_installed, is_installed
 from services.worker.peers.leases import MappedReads
@@ -42,7 +43,7 @@ from services.worker.wire import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from common.steps import EngineCapacity
+    from common.steps import EngineCapacity, EngineSpec
     from services.worker.grammars.desk import GrammarDesk
     from services.worker.peers.reading import PeerReader
     from services.worker.rank import Rank
@@ -61,6 +62,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._grammars = grammars
         self._process = uuid.uuid4().hex
         # Kept, as a task that only its loop refers to may be collected.
+        self._beginning: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
 
     async def Configure(  # noqa: N802  (the contract's name)
@@ -73,6 +75,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def report(fraction: float, stage: str) -> None:
             updates.put_nowait(worker_pb2.ConfigureResponse(progress=fraction, stage=stage))
 
+        if _may_follow_grammars(spec):
+            self._beginning = asyncio.create_task(self._grammars.begin())
         configuring = asyncio.create_task(self._rank.configure(spec, report))
         configuring.add_done_callback(lambda _: updates.put_nowait(None))
         try:
@@ -96,6 +100,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if not request.resumes:
                 yield worker_pb2.ConfigureResponse(progress=1.0, stage="preparing grammars")
                 await asyncio.shield(self._warming)
+        else:
+            self._warming = asyncio.create_task(self._grammars.rest())
         yield worker_pb2.ConfigureResponse(progress=1.0, stage="ready", capacity=capacity_to_wire(capacity))
 
     async def Execute(  # noqa: N802
@@ -336,6 +342,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except ProfileRefusedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return worker_pb2.StopProfileResponse(path=str(profile.path), passes=profile.passes, bytes=profile.bytes)
+
+
+def _may_follow_grammars(spec: EngineSpec) -> bool:
+    """Whether this rank compiles grammars if its model, which is not loaded yet, turns out to generate text."""
+    return spec.samples and not spec.only_encodes and spec.load_format != FAKE_FORMAT and is_installed()
 
 
 async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: ExecuteSession, spans: RowSpans) -> None:

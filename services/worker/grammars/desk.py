@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import InvalidRequestError, PandoError, QueueFullError
+from common.errors import InvalidRequestError, PandoError, QueueFullError, UnavailableError
 from common.logs import get_logger
 from services.worker import metrics
 from services.worker.grammars.process import CompileResult
@@ -61,11 +62,14 @@ class StartsProcesses(Protocol):
     async def take(self, source: VocabularySource) -> Compiles:
         """Return a new process that compiles for a vocabulary; raises UnavailableError."""
 
+    async def start(self) -> None:
+        """Prepare for any vocabulary; raises UnavailableError."""
+
     async def warm(self, source: VocabularySource) -> None:
         """Load a vocabulary ahead of the first process for it; raises UnavailableError."""
 
     async def close(self) -> None:
-        """End the template; no further process starts."""
+        """End the template."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +119,19 @@ class GrammarDesk:
     def has_vocabulary(self) -> bool:
         """Whether a model is loaded that follows grammars."""
         return self._library.source is not None
+
+    async def begin(self) -> None:
+        """Start the process from which others are forked, while the model is loaded that will have the vocabulary.
+
+        A failure was logged, and is repeated by `warm` or the first grammar.
+        """
+        if not self._is_closed:
+            with contextlib.suppress(UnavailableError):
+                await self._processes.start()
+
+    async def rest(self) -> None:
+        """End that process, as the model that was loaded follows no grammars."""
+        await self._processes.close()
 
     async def warm(self, *, compiles: bool) -> None:
         """Load the vocabulary here and, on a rank that `compiles`, in the process from which others are forked.

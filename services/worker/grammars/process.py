@@ -90,6 +90,7 @@ class CompileProcesses:
         """Run `command` as the template."""
         self._command = command
         self._turn = asyncio.Lock()
+        # The vocabulary of the template; None: it has not loaded one yet.
         self._source: VocabularySource | None = None
         self._template: ChildProcess | None = None
         self._control: socket.socket | None = None
@@ -101,21 +102,30 @@ class CompileProcesses:
             UnavailableError: it does not start.
         """
         async with self._turn, self._ending_at_errors():
-            await self._ensure_started(source)
+            await self._ensure_loaded(source)
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 return await self._fork()
 
-    async def warm(self, source: VocabularySource) -> None:
-        """Start the template for a vocabulary, which takes seconds.
+    async def start(self) -> None:
+        """Start the template, unless it runs: it imports for seconds what does not depend on the vocabulary.
 
         Raises:
             UnavailableError: it does not start.
         """
         async with self._turn, self._ending_at_errors():
-            await self._ensure_started(source)
+            await self._ensure_started()
+
+    async def warm(self, source: VocabularySource) -> None:
+        """Let the template load a vocabulary, and start it if it does not run.
+
+        Raises:
+            UnavailableError: it does not start.
+        """
+        async with self._turn, self._ending_at_errors():
+            await self._ensure_loaded(source)
 
     async def close(self) -> None:
-        """End the template."""
+        """End the template. The next `take`, `start` or `warm` starts another one."""
         async with self._turn:
             await self._end()
 
@@ -128,23 +138,28 @@ class CompileProcesses:
             get_logger("grammars").exception("grammars.cannot_start")
             raise UnavailableError("the worker cannot compile grammars now", retry_after_ms=1000) from error
 
-    async def _ensure_started(self, source: VocabularySource) -> None:
-        if self._template is None or self._template.has_ended or source != self._source:
-            await self._start(source)
+    async def _ensure_loaded(self, source: VocabularySource) -> None:
+        if self._source not in (None, source):
+            await self._end()
+        template = await self._ensure_started()
+        if self._source is None:
+            try:
+                await template.ask(asdict(source), START_TIMEOUT_S)
+            except BaseException:
+                await self._end()
+                raise
+            self._source = source
 
-    async def _start(self, source: VocabularySource) -> None:
+    async def _ensure_started(self) -> ChildProcess:
+        if self._template is not None and not self._template.has_ended:
+            return self._template
         await self._end()
         control, theirs = socket.socketpair()
-        self._source, self._control = source, control
+        self._control = control
         with theirs:
             descriptor = theirs.fileno()
             self._template = await ChildProcess.start(self._command, str(descriptor), descriptors=(descriptor,))
-        try:
-            # It answers when the vocabulary is loaded.
-            await self._template.ask(asdict(source), START_TIMEOUT_S)
-        except BaseException:
-            await self._end()
-            raise
+        return self._template
 
     async def _fork(self) -> CompileProcess:
         assert self._control is not None
@@ -162,7 +177,7 @@ class CompileProcesses:
     async def _end(self) -> None:
         if self._control is not None:
             self._control.close()
-        template, self._template, self._control = self._template, None, None
+        template, self._template, self._control, self._source = self._template, None, None, None
         if template is not None:
             await template.kill()
 

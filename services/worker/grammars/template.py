@@ -45,6 +45,9 @@ _WARNING = re.compile(r"Warning: (.*)")
 def main() -> None:
     """Load a vocabulary, and fork until the socket is closed."""
     answers = begin_child()
+    # Now, as the vocabulary may only be known when a model's configuration has been read.
+    import xgrammar  # noqa: F401
+
     compile_ = make_compile(json.loads(sys.stdin.readline()))
     os.nice(NICENESS)
     # The kernel reaps what was forked.

@@ -60,6 +60,9 @@ class Work:
     """What all processes together have done and are doing."""
 
     warmed: list[VocabularySource] = field(default_factory=list)
+    # Calls of `start` and of `close`.
+    begun: int = 0
+    closed: int = 0
     cannot_start: bool = False
     started: list[Grammar] = field(default_factory=list)
     stopped: list[Grammar] = field(default_factory=list)
@@ -77,6 +80,11 @@ class Work:
         """Let these take until they are released."""
         self.gates.update({text: asyncio.Event() for text in texts})
 
+    async def start(self) -> None:
+        self.begun += 1
+        if self.cannot_start:
+            raise UnavailableError("no process starts")
+
     async def warm(self, source: VocabularySource) -> None:
         self.warmed.append(source)
         if self.cannot_start:
@@ -87,7 +95,7 @@ class Work:
         return FakeProcess(self)
 
     async def close(self) -> None:
-        pass
+        self.closed += 1
 
 
 class FakeProcess:

@@ -98,6 +98,19 @@ async def test_a_process_that_does_not_start_ahead_is_tried_again_for_the_first_
         assert it.work.texts() == ["first"]
 
 
+async def test_a_desk_begins_until_it_is_closed_and_a_failure_does_not_end_the_start() -> None:
+    async with setup() as it:
+        await it.desk.begin()
+        it.work.cannot_start = True
+        await it.desk.begin()
+        assert it.work.begun == 2
+        await it.desk.rest()
+        assert it.work.closed == 1
+        await it.desk.close()
+        await it.desk.begin()
+        assert it.work.begun == 2
+
+
 async def test_a_victim_waits_for_one_slice_of_an_attacker_with_a_hundred_grammars() -> None:
     async with setup() as it:
         hostile = names("slow", 100)

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +23,7 @@ from common.tokenization import load_text_model
 from services.worker.engine.grammars.compiler import Compiler
 from services.worker.engine.grammars.matcher import Matcher
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.grammars.process import CompileProcesses, CompileResult
+from services.worker.grammars.process import LIBRARY, CompileProcesses, CompileResult
 from tests.examples import is_exploring
 from tests.waiting import is_running, until
 
@@ -206,3 +208,43 @@ async def test_a_compile_process_that_does_not_start_is_reported_as_unavailable(
         with pytest.raises(UnavailableError):
             await broken.take(SOURCE)
     await broken.close()
+
+
+# A template that loads any vocabulary, and forks nothing.
+TEMPLATE = (sys.executable, "-c", "import sys; sys.stdin.readline(); print('{}', flush=True); sys.stdin.read()")
+
+
+async def test_a_template_that_was_started_ahead_loads_the_first_vocabulary_and_no_other() -> None:
+    made = CompileProcesses(TEMPLATE)
+    await made.start()
+    ahead = made._template
+    assert ahead is not None
+    await made.start()
+    await made.warm(SOURCE)
+    await made.start()
+    await made.warm(SOURCE)
+    assert made._template is ahead
+    await made.warm(replace(SOURCE, vocabulary_size=49_153))
+    assert made._template is not ahead
+    assert ahead.has_ended
+    await made.close()
+
+
+async def test_a_template_that_was_started_ahead_and_died_is_started_again() -> None:
+    made = CompileProcesses(TEMPLATE)
+    await made.start()
+    ahead = made._template
+    assert ahead is not None
+    await ahead.kill()
+    await made.warm(SOURCE)
+    assert made._template is not ahead
+    await made.close()
+
+
+async def test_a_template_imports_the_library_before_it_knows_a_vocabulary() -> None:
+    made = CompileProcesses()
+    await made.start()
+    assert made._template is not None
+    maps = Path(f"/proc/{made._template.pid}/maps")
+    await until(lambda: LIBRARY in maps.read_text())
+    await made.close()
