@@ -96,7 +96,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             # Other ranks may have been missing or memory short: the next attempt may work. It was logged already.
             raise UnavailableError(f"loading failed: {type(error).__name__}: {error}") from error
         if self._grammars.has_vocabulary and is_installed():
-            self._warming = asyncio.create_task(self._grammars.warm(compiles=spec.samples))
+            self._warming = asyncio.create_task(
+                self._grammars.warm(compiles=spec.samples, beside_requests=request.resumes)
+            )
             if not request.resumes:
                 yield worker_pb2.ConfigureResponse(progress=1.0, stage="preparing grammars")
                 await asyncio.shield(self._warming)

@@ -133,16 +133,17 @@ class GrammarDesk:
         """End that process, as the model that was loaded follows no grammars."""
         await self._processes.close()
 
-    async def warm(self, *, compiles: bool) -> None:
+    async def warm(self, *, compiles: bool, beside_requests: bool = False) -> None:
         """Load the vocabulary here and, on a rank that `compiles`, in the process from which others are forked.
 
+        `beside_requests`: the rank serves already.
         The first grammar then waits for neither. A failure is logged, and repeated by the first grammar.
         """
         source = self._library.source
         if source is None:
             return
         try:
-            loading = [asyncio.wrap_future(self._library.warm())]
+            loading = [asyncio.wrap_future(self._library.warm(beside_requests=beside_requests))]
             await asyncio.gather(*loading, *([self._processes.warm(source)] if compiles else []))
         except Exception as error:  # noqa: BLE001  (requests without grammars can be served)
             get_logger("grammars").warning("grammars.not_warm", reason=str(error))

@@ -130,8 +130,12 @@ class GrammarLibrary:
                 self._entries.clear()
                 self._dropped.clear()
 
-    def warm(self) -> Future[None]:
-        """Make the compiler for the vocabulary that is served, which takes seconds."""
+    def warm(self, *, beside_requests: bool) -> Future[None]:
+        """Make the compiler for the vocabulary that is served, which takes seconds.
+
+        `beside_requests` gives way to them. A rank that serves nothing before does not: on a host where all cores are
+        busy, a thread of low priority takes ten times as long.
+        """
         source = self._source
         assert source is not None, "a vocabulary comes with the model"
 
@@ -139,7 +143,12 @@ class GrammarLibrary:
             # Read here, so that no row waits until they are sorted.
             _ = self._compiler_of(source).spellings
 
-        return self._large.submit(make)
+        if beside_requests:
+            return self._large.submit(make)
+        thread = ThreadPoolExecutor(1, "vocabulary")
+        made = thread.submit(make)
+        thread.shutdown(wait=False)
+        return made
 
     def has(self, grammar: Grammar) -> bool:
         """Whether it is there already."""

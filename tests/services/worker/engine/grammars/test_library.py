@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
 import pytest
 
 from common.grammars import Grammar, GrammarScope
-from services.worker.engine.grammars.library import GrammarLibrary
+from services.worker.engine.grammars.library import NICENESS, GrammarLibrary
 from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, SIZE, SOURCE, Clock, FakeCompiler, grammar, library
+
+if TYPE_CHECKING:
+    from services.worker.engine.grammars.vocabulary_source import VocabularySource
 
 
 def put(made: GrammarLibrary, *grammars: Grammar, seconds: float = 0.0) -> None:
@@ -84,3 +92,20 @@ def test_dropped_grammars_of_a_tenant_make_passes_wait_for_a_second_a_minute_in_
     assert waited_for(ANN, "c") == 5
     clock.now += 30
     assert waited_for(RIVAL, "d") == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have priorities of their own on Linux")
+@pytest.mark.parametrize("beside_requests", [True, False])
+def test_a_vocabulary_is_loaded_at_low_priority_only_beside_requests(beside_requests: bool) -> None:
+    values: list[int] = []
+
+    def make(_source: VocabularySource) -> FakeCompiler:
+        values.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return FakeCompiler()
+
+    made = GrammarLibrary(make)
+    made.serve(SOURCE)
+    made.warm(beside_requests=beside_requests).result(timeout=60)
+    made.close()
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert values == [NICENESS if beside_requests else ours]
