@@ -1,10 +1,11 @@
-"""The time from a service's start until it serves, beside a deployment that runs.
+"""The time from the start of `pando up` to the first answer, and from a service's start until it serves.
 
 Run as `python -m deploy.evaluation.experiments.start_up`.
 
-Each service is killed and started again, as after a crash; its peers, whose engine makes tokens up, go on. Besides the
-wall time there is the processor time that the process has used until then, which a busy machine changes less, and the
-part of it that importing the service's modules takes.
+A deployment serves the bundled model on CPUs. Then each service of another one is killed and started again, as after a
+crash; its peers, whose engine makes tokens up, go on. Besides the wall time there is the processor time that the
+processes have used until then, which a busy machine changes less, and the part of it that importing a service's modules
+takes, or the memory of the deployment.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
+import psutil
 from rich.table import Table
 
 from common.rpc.channel import is_serving, open_channel
+from deploy.evaluation.bench.figures import Spread
 from deploy.evaluation.bench.report import output_console
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.supervisor.layout import free_port
 from tests.e2e.groups import Tier
 from tests.waiting import wait_until
 
@@ -59,6 +64,31 @@ SERVICES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Deployment:
+    """A way to run `pando up`."""
+
+    label: str
+    arguments: tuple[str, ...]
+
+
+DEPLOYMENTS = (
+    Deployment("deployment, one worker", ()),
+    Deployment("deployment, four workers", ("--roles", "prefill=2,decode=2")),
+)
+QUESTION = {"model": "smollm2-135m-instruct", "prompt": "The capital of France is", "max_tokens": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAnswer:
+    """What one deployment has used when it has answered for the first time."""
+
+    wall_s: float
+    processor_s: float
+    memory_mib: float
+    """Of all processes, shared memory counted once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """Seconds of one start."""
 
@@ -72,9 +102,10 @@ def main() -> None:
     """Measure, print a table, and keep the figures if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--model", help="a model directory or hub name other than the bundled one")
+    parser.add_argument("--model", help="of the services: a model directory or hub name other than the bundled one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
     arguments = parser.parse_args()
+    answers = {each: [first_answer(each) for _ in range(arguments.repeats)] for each in DEPLOYMENTS}
     settings = {} if arguments.model is None else {"model.reference": arguments.model}
     with tempfile.TemporaryDirectory(prefix="pando-start-up-") as folder:
         tier = Tier(Path(folder), settings, groups=(0,))
@@ -86,9 +117,38 @@ def main() -> None:
             }
         finally:
             tier.stop()
+    output_console().print(table_of_answers(answers))
     output_console().print(table_of(measured))
     if arguments.json:
-        keep(measured, arguments.json)
+        keep(answers, measured, arguments.json)
+
+
+def first_answer(deployment: Deployment) -> FirstAnswer:
+    """Start a deployment, wait for its first answer, and stop it."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "deploy.cli", "up", "--gateway.port", str(port), *deployment.arguments]
+    with tempfile.TemporaryDirectory(prefix="pando-start-up-") as folder:
+        environ = {**os.environ, "XDG_RUNTIME_DIR": folder}
+        started = time.monotonic()
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: is_answered(f"http://127.0.0.1:{port}/v1/completions"), DEADLINE_S, step_s=INTERVAL_S)
+            wall_s = time.monotonic() - started
+            top = psutil.Process(process.pid)
+            processes = [top, *top.children(recursive=True)]
+            memory = sum(each.memory_full_info().pss for each in processes)
+            return FirstAnswer(wall_s, sum(processor_s(each.pid) for each in processes), memory / 2**20)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(DEADLINE_S)
+
+
+def is_answered(url: str) -> bool:
+    """Ask the question; return whether it was answered."""
+    try:
+        return httpx.post(url, json=QUESTION, timeout=DEADLINE_S).is_success
+    except httpx.TransportError:
+        return False
 
 
 def measure(tier: Tier, folder: Path, service: StartedService) -> Start:
@@ -130,6 +190,26 @@ def import_s(module: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def table_of_answers(answers: dict[Deployment, list[FirstAnswer]]) -> Table:
+    """Return the medians as a table."""
+    table = Table(box=None)
+    for name in ("pando up", "wall s", "processor s", "memory MiB"):
+        table.add_column(name, justify="left" if name == "pando up" else "right")
+    for deployment, each in answers.items():
+        wall, processor, memory = spreads(each)
+        table.add_row(deployment.label, f"{wall.median:.2f}", f"{processor.median:.2f}", f"{memory.median:,.0f}")
+    return table
+
+
+def spreads(answers: list[FirstAnswer]) -> tuple[Spread, Spread, Spread]:
+    """Return wall time and processor time in seconds, and memory in MiB."""
+    return (
+        Spread.of([each.wall_s for each in answers]),
+        Spread.of([each.processor_s for each in answers]),
+        Spread.of([each.memory_mib for each in answers]),
+    )
+
+
 def table_of(measured: dict[StartedService, list[Start]]) -> Table:
     """Return the medians as a table."""
     table = Table(box=None)
@@ -149,12 +229,19 @@ def medians(starts: list[Start]) -> tuple[float, float, float]:
     )
 
 
-def keep(measured: dict[StartedService, list[Start]], path: Path) -> None:
+def keep(answers: dict[Deployment, list[FirstAnswer]], measured: dict[StartedService, list[Start]], path: Path) -> None:
     """Write the figures where results are kept."""
     collected = Provenance.collect([])
     command = shlex.join(["python", "-m", "deploy.evaluation.experiments.start_up", *sys.argv[1:]])
     provenance = Provenance(command, collected.commit, collected.date)
     results = []
+    for deployment, each in answers.items():
+        sheet = ResultSheet(BENCHMARK, str(QUESTION["model"]), 1, provenance, deployment.label)
+        wall, processor, memory = spreads(each)
+        sheet.add_spread("first_answer_wall", wall, "s")
+        sheet.add_spread("first_answer_processor", processor, "s")
+        sheet.add_spread("first_answer_memory", memory, "MiB")
+        results += sheet.results
     for service, starts in measured.items():
         sheet = ResultSheet(BENCHMARK, "fake", 1, provenance, service.module)
         for metric, value in zip(("wall", "processor", "imports"), medians(starts), strict=True):
