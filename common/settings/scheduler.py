@@ -47,7 +47,9 @@ class CacheSettings(Section):
     may differ in the last bits, which can change an answer. auto: true on GPUs, false on CPUs."""
     decision_log: Path | None = None
     """File to which all decisions of the cache are appended, for `pando cache replay`. It contains all prompts as token
-    ids and the users who sent them: it is created readable only by its owner, and grows without bound. Absent: none."""
+    ids and the users who sent them: it is created readable only by its owner, and grows without bound.
+    With it, no pages are read from prefill groups, and layers with a sliding window have no pool of their own. Absent:
+    none."""
 
 
 class ContentCheckSettings(Section):

@@ -310,8 +310,6 @@ def engine_spec(settings: Settings) -> EngineSpec:
         kept_embeddings=scheduler.vision.kept_embeddings,
         # Cache decisions depend on the sliding-window pool, which the log does not record, so it is disabled then.
         window_ratio=0.0 if scheduler.cache.decision_log else WINDOW_RATIO,
-        # For the same reason, prefixes are not reused by models with recurrent layers.
-        snapshots=0 if scheduler.cache.decision_log else None,
         # Whether there is an encoder, the workers find out: they have the model's files.
         vision=model.images != "off" and scheduler.pipeline_parallel == 1,
     )

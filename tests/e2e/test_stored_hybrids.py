@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pydantic import SecretStr
 
 from common.models import resolve_model
 from common.settings import (
+    CacheSettings,
     GatewaySettings,
     HostTierSettings,
     ModelSettings,
@@ -22,6 +24,7 @@ from common.settings import (
     WorkerSettings,
     WorkerStorageSettings,
 )
+from services.scheduler.cache.debug.replay import replay
 from tests.e2e.conftest import serve
 from tests.e2e.test_hybrids import FIRST, FOUND, answer
 from tests.fakes.redis_process import RedisProcess
@@ -57,7 +60,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served_with(model: Path, storage: str, place: Path, root: Path, ranks: int = 1) -> Iterator[Served]:
+def served_with(
+    model: Path, storage: str, place: Path, root: Path, ranks: int = 1, log: Path | None = None
+) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(reference=str(model), dtype="float32"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
@@ -66,6 +71,7 @@ def served_with(model: Path, storage: str, place: Path, root: Path, ranks: int =
             host_tier=HostTierSettings(pages=200),
             # Whether a load pays depends on the machine.
             storage=StorageSettings(prefetch="wait_complete", keyring=place / "keyring.db"),
+            cache=CacheSettings(decision_log=log),
         ),
         worker=WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(storage), timeout_s=20.0)),
     )
@@ -79,14 +85,14 @@ def is_stored(served: Served) -> bool:
     return served.is_idle() and not state.storage.writing_pages and 2 <= on_host <= state.storage.stored_snapshots
 
 
-def check_sharing(model: Path, storage: str, place: Path, root: Path, ranks: int = 1) -> None:
-    with served_with(model, storage, place, root, ranks) as one:
+def check_sharing(model: Path, storage: str, place: Path, root: Path, ranks: int = 1, log: Path | None = None) -> None:
+    with served_with(model, storage, place, root, ranks, log) as one:
         text, cached = answer(one, FIRST, "alice")
         assert cached == 0
         wait_until(lambda: is_stored(one))
     turn = f"{FIRST}{text}{QUESTION}"
     # All services are new ones, with memory of their own.
-    with served_with(model, storage, place, root, ranks) as other:
+    with served_with(model, storage, place, root, ranks, log) as other:
         # A stranger, who computes everything.
         cold, cached = answer(other, turn, "bob")
         assert cached == 0
@@ -115,6 +121,20 @@ def test_a_chat_continues_from_a_redis_server(model: Path, place: Path, run_root
 
 def test_two_ranks_continue_from_their_parts(model: Path, place: Path, run_root: Path) -> None:
     check_sharing(model, str(place / "files"), place, run_root, ranks=2)
+
+
+def test_a_chat_continues_beside_a_log_of_decisions_which_comes_out_the_same(
+    model: Path, place: Path, run_root: Path
+) -> None:
+    log = place / "decisions.jsonl"
+    check_sharing(model, str(place / "files"), place, run_root, log=log)
+    with log.open("rb") as lines:
+        report = replay(lines)
+    assert report.difference is None
+    assert not report.is_lost
+    assert report.starts >= 2
+    operations = {json.loads(line)["operation"] for line in log.read_bytes().splitlines()}
+    assert operations >= {"fill_slot", "keep_slot", "plan_backups", "plan_storage", "prefetch", "load"}
 
 
 def test_a_damaged_snapshot_is_computed_again_with_the_same_tokens(model: Path, place: Path, run_root: Path) -> None:

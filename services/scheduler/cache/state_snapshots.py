@@ -8,6 +8,7 @@ as to pages, and each counts as one of them. The host tier has snapshots of its 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from common.types import Subject
     from services.scheduler.cache.accounts import Accounts
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.debug.decisions import DecisionRecorder, Facts
     from services.scheduler.cache.node import Account, Holder
     from services.scheduler.cache.types import Scope
 
@@ -36,6 +38,8 @@ class SnapshotEntry:
     slot: SnapshotSlot
     page: int
     owner: Account
+    # Counts all that the pool has had: by it, a decision log names what it pins or lends.
+    number: int = 0
     epoch: int = 0
     last_access: int = 0
     uses: int = 0
@@ -67,6 +71,8 @@ class StateSnapshots:
         self._is_host = host_slots is not None
         self.interval = config.snapshot_interval
         self.epoch = 0
+        # Records the calls of rows, sessions and leases; others follow from operations of the cache or its tiers.
+        self.observer: DecisionRecorder | None = None
         self._accounts = accounts
         self._queue: EvictionQueue[SnapshotEntry] = EvictionQueue(config, self.capacity, accounts)
         self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1)]
@@ -74,6 +80,7 @@ class StateSnapshots:
         # Whether a page has any, so that long paths need no loop.
         self._has_some: NDArray[np.bool_] = np.zeros(pages, np.bool_)
         self._clock = 0
+        self._made = 0
         # Slots that belong to pages, and those that rows hold.
         self.kept = 0
         self.held = 0
@@ -97,19 +104,23 @@ class StateSnapshots:
 
         Rows hold at most half of all slots, so that they do not drive out what they could continue from.
         """
-        slot = self._take() if 2 * self.held < self.capacity else None
-        self.held += slot is not None
+        with self._operation("fill_slot", {}) as outcome:
+            slot = self._take() if 2 * self.held < self.capacity else None
+            self.held += slot is not None
+            outcome["slot"] = slot
         return slot
 
     def release(self, slot: SnapshotSlot) -> None:
         """Take a slot back from a row."""
-        self.held -= 1
-        self._free.append(slot)
+        with self._operation("free_slot", {"slot": slot}):
+            self.held -= 1
+            self._free.append(slot)
 
     def attach(self, page: int, scope: Scope, slot: SnapshotSlot) -> None:
         """Let a row's slot, which is filled, belong to a page; it is freed if the owner has one there."""
-        self.held -= 1
-        self._keep(page, scope, slot)
+        with self._operation("keep_slot", {"page": page, "scope": list(scope), "slot": slot}):
+            self.held -= 1
+            self._keep(page, scope, slot)
 
     # --- of copies between the tiers ---
 
@@ -149,21 +160,24 @@ class StateSnapshots:
 
         None: the view has none there.
         """
-        depth, entry = self.deepest(pages, self._accounts.view(scope))
-        if entry is None or depth < len(pages):
-            return None
-        self.lend(entry)
+        with self._operation("lend_snapshot", {"pages": pages.copy(), "scope": list(scope)}) as outcome:
+            depth, entry = self.deepest(pages, self._accounts.view(scope))
+            if entry is None or depth < len(pages):
+                return None
+            self.lend(entry)
+            outcome["entry"] = entry.number
         return entry
 
     def give_back(self, entry: SnapshotEntry) -> None:
         """Undo `lend`; a slot whose snapshot has been dropped meanwhile becomes free."""
-        entry.readers -= 1
-        if entry.readers:
-            return
-        if self.at(entry.page, entry.owner.scope) is entry:
-            self._queue.push(entry)
-        else:
-            self.cancel(entry.slot)
+        with self._operation("take_back_snapshot", {"entry": entry.number}):
+            entry.readers -= 1
+            if entry.readers:
+                return
+            if self.at(entry.page, entry.owner.scope) is entry:
+                self._queue.push(entry)
+            else:
+                self.cancel(entry.slot)
 
     def at(self, page: int, scope: Scope) -> SnapshotEntry | None:
         """Return the snapshot of an owner after a page."""
@@ -200,17 +214,20 @@ class StateSnapshots:
 
     def pin(self, pages: PageIds, scope: Scope) -> SnapshotEntry | None:
         """Keep the deepest snapshot of a path, in the view of `scope`, until `unpin`, if others can go instead."""
-        _, entry = self.deepest(pages, self._accounts.view(scope))
-        if entry is not None:
-            entry.pins += 1
-            self._use(entry)
+        with self._operation("pin_snapshot", {"pages": pages.copy(), "scope": list(scope)}) as outcome:
+            _, entry = self.deepest(pages, self._accounts.view(scope))
+            if entry is not None:
+                entry.pins += 1
+                self._use(entry)
+                outcome["entry"] = entry.number
         return entry
 
     def unpin(self, entry: SnapshotEntry) -> None:
         """Undo `pin`."""
-        entry.pins -= 1
-        if self.at(entry.page, entry.owner.scope) is entry:
-            self._use(entry)
+        with self._operation("unpin_snapshot", {"entry": entry.number}):
+            entry.pins -= 1
+            if self.at(entry.page, entry.owner.scope) is entry:
+                self._use(entry)
 
     # --- of pages and owners ---
 
@@ -252,9 +269,10 @@ class StateSnapshots:
 
     def repair(self) -> None:
         """Free all slots that belong to no page and no copy: no row holds any."""
-        used = {entry.slot for entry in self.all()} | self._moving
-        self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1) if slot not in used]
-        self.held = 0
+        with self._operation("repair_slots", {}):
+            used = {entry.slot for entry in self.all()} | self._moving
+            self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1) if slot not in used]
+            self.held = 0
 
     def faults(self) -> list[str]:
         """Return inconsistencies. O(capacity), for audits."""
@@ -273,6 +291,9 @@ class StateSnapshots:
             found.append("a snapshot that is read can be evicted, or another cannot")
         return found
 
+    def _operation(self, name: str, given: Facts) -> AbstractContextManager[Facts]:
+        return nullcontext({}) if self.observer is None else self.observer.operation(name, given)
+
     def _take(self) -> SnapshotSlot | None:
         if not self._free:
             victim = self._queue.first()
@@ -288,7 +309,8 @@ class StateSnapshots:
             self._use(of_page[scope])
             self._free.append(slot)
             return of_page[scope]
-        entry = of_page[scope] = SnapshotEntry(slot, page, owner or self._accounts.owner(scope))
+        self._made += 1
+        entry = of_page[scope] = SnapshotEntry(slot, page, owner or self._accounts.owner(scope), self._made)
         self._has_some[page] = True
         self.kept += 1
         self._queue.charge(entry.owner, 1)

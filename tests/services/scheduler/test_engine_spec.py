@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from common.errors import ConfigurationError, InvalidRequestError
-from common.settings import ModelSettings, SchedulerSettings, Settings
+from common.settings import CacheSettings, ModelSettings, SchedulerSettings, Settings
 from common.steps import EngineSpec, SleepLevel
 from services.scheduler.__main__ import check_ranks, engine_spec
 from services.scheduler.encoder_desk import encoder_spec
@@ -71,6 +72,13 @@ def test_experts_are_distributed_over_the_ranks_of_a_stage() -> None:
 def test_what_groups_that_share_experts_cannot_do_is_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         SchedulerSettings.model_validate({"data_parallel": {"size": 2}, **changes})
+
+
+def test_a_log_of_decisions_leaves_hybrids_their_snapshots_and_windows_no_pool() -> None:
+    cache = CacheSettings(decision_log=Path("decisions.jsonl"))
+    spec = engine_spec(Settings(scheduler=SchedulerSettings(cache=cache)))
+    assert (spec.snapshots, spec.window_ratio) == (None, 0.0)
+    assert engine_spec(Settings()).window_ratio > 0.0
 
 
 def test_groups_that_share_experts_know_their_number_and_where_they_meet() -> None:

@@ -49,6 +49,8 @@ class RecordedCache:
         cache.events.subscribe(self._recorder.heard)
         if cache.host is not None:
             cache.host.observer = self._recorder
+        if cache.snapshots is not None:
+            cache.snapshots.observer = self._recorder
         if choices is not None:
             choices.observer = self._recorder.chose
 
@@ -72,7 +74,7 @@ class RecordedCache:
 
     @property
     def snapshots(self) -> StateSnapshots | None:
-        """Snapshots of recurrent states, None if the model has none; they are not recorded."""
+        """Snapshots of recurrent states, None if the model has none; they record their own operations."""
         return self._cache.snapshots
 
     @property

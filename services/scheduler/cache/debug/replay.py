@@ -15,7 +15,7 @@ import orjson
 
 from common.limits import Limits
 from common.transfers import TransferAck, TransferId
-from common.types import Sharing, Subject, View
+from common.types import Sharing, SnapshotSlot, Subject, View
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, PrivacyProfile
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.factory import CacheName, make_cache
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.scheduler.cache.debug.decisions import Decision, Facts
     from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.state_snapshots import SnapshotEntry, StateSnapshots
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.types import LockId, PrefixLock, Scope
 
@@ -167,6 +168,8 @@ class _Run:
         self._cache = RecordedCache(make(allocator, choices), allocator, self._decisions.append, choices)
         self._locks: dict[LockId, PrefixLock] = {}
         self._ids: dict[LockId, TokenIds] = {}
+        # Snapshots that a session has pinned, or that are lent, by their numbers.
+        self._entries: dict[int, SnapshotEntry] = {}
         self._operations: dict[str, Callable[[Facts], object]] = {
             "allocate": lambda given: allocator.try_allocate(given["count"]),
             "give_back": lambda given: allocator.release(_int32(given["pages"])),
@@ -198,6 +201,18 @@ class _Run:
             "finish": lambda given: self._host.finish(TransferAck(TransferId(given["transfer"]), given["done_pages"])),
             "lose_workers": lambda given: self._host.forget_all(),
             "resolve": lambda given: self._cache.resolve(CandidateId(given["candidate"]), given["allowed_tokens"]),
+            "fill_slot": lambda _given: self._states.try_allocate(),
+            "free_slot": lambda given: self._states.release(SnapshotSlot(given["slot"])),
+            "keep_slot": lambda given: self._states.attach(
+                given["page"], tuple(given["scope"]), SnapshotSlot(given["slot"])
+            ),
+            "lend_snapshot": lambda given: self._note(
+                self._states.try_lend_last(_int32(given["pages"]), tuple(given["scope"]))
+            ),
+            "take_back_snapshot": lambda given: self._states.give_back(self._entries[given["entry"]]),
+            "pin_snapshot": lambda given: self._note(self._states.pin(_int32(given["pages"]), tuple(given["scope"]))),
+            "unpin_snapshot": lambda given: self._states.unpin(self._entries[given["entry"]]),
+            "repair_slots": lambda _given: self._states.repair(),
         }
 
     @property
@@ -233,6 +248,17 @@ class _Run:
         if host is None:
             raise KeyError("the header names no host tier")
         return host
+
+    @property
+    def _states(self) -> StateSnapshots:
+        states = self._cache.snapshots
+        if states is None:
+            raise KeyError("the header names no snapshots")
+        return states
+
+    def _note(self, entry: SnapshotEntry | None) -> None:
+        if entry is not None:
+            self._entries[entry.number] = entry
 
     def _end_prefetch(self, given: Facts) -> None:
         fetch = self._host.storage.find(given["fetch"]) if self._host.storage else None

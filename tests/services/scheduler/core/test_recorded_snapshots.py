@@ -1,0 +1,134 @@
+"""Logs of caches with snapshots of recurrent states, over all tiers, come out the same again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import orjson
+from hypothesis.stateful import invariant, rule
+
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode, encode_header, replay
+from services.scheduler.cache.radix import RadixCache
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.queue import QueueOrder
+from tests.examples import examples
+from tests.services.scheduler.cache.driver import PLAIN
+from tests.services.scheduler.core.harness import Arrival, Harness, make_request
+from tests.services.scheduler.core.test_row_snapshots import SnapshotMachine
+from tests.services.scheduler.core.test_stored_snapshot_properties import StoredSnapshotMachine
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.tiers.config import HostConfig, StorageConfig
+
+PROMPT = list(range(10, 31))
+
+
+class Recording:
+    """Records all that happens to the cache of a harness from now on."""
+
+    def __init__(self, harness: Harness) -> None:
+        """Give the harness, which has done nothing yet, a core whose cache is recorded."""
+        self.lines: list[bytes] = []
+        allocator = harness.core.memory.allocator
+        assert isinstance(harness.cache, RadixCache)
+        self.cache = harness.cache
+        harness.cache = RecordedCache(
+            self.cache, allocator, lambda decision: self.lines.append(encode(len(self.lines) + 1, decision))
+        )
+        harness.core = SchedulerCore(harness.config, allocator, harness.cache, QueueOrder(Arrival()))
+
+    def check(self, host: HostConfig | None = None, storage: StorageConfig | None = None) -> None:
+        """Replay the log of a cache with these tiers."""
+        cache = self.cache
+        pages = cache.store.allocator.capacity
+        header = encode_header(cache.config.mode.value, cache.page_size, pages, cache.config, host, storage)
+        report = replay([header, *self.lines])
+        assert report.difference is None
+        assert report.operations == len(self.lines)
+
+    @property
+    def operations(self) -> list[str]:
+        return [orjson.loads(line)["operation"] for line in self.lines]
+
+
+def serve(harness: Harness, name: str, prompt: list[int]) -> int:
+    """Have a prompt answered; return how many of its tokens were cached."""
+    harness.core.submit(make_request(name, prompt, max_tokens=9), 0.0)
+    harness.run()
+    return harness.cached[name, 0]
+
+
+def test_prefixes_are_found_beside_a_log_which_comes_out_the_same() -> None:
+    harness = Harness(pages=40, cache="user_aware", snapshots=8, interval=2)
+    recording = Recording(harness)
+    assert serve(harness, "cold", PROMPT) == 0
+    assert serve(harness, "warm", PROMPT) == len(PROMPT) // harness.config.page_size * harness.config.page_size
+    assert {"fill_slot", "keep_slot", "free_slot"} <= set(recording.operations)
+    recording.check()
+
+
+def test_pins_and_leases_of_snapshots_come_out_the_same_also_once_others_took_their_slots() -> None:
+    harness = Harness(pages=40, cache="user_aware", snapshots=4, interval=2, rules=PLAIN)
+    recording = Recording(harness)
+    memory = harness.core.memory
+    serve(harness, "first", PROMPT)
+    request = make_request("next", PROMPT)
+    lock = memory.pin(request.view, np.array(PROMPT, np.int32), priority=0, session=None)
+    assert lock is not None
+    entry = memory.try_lend_state(lock)
+    assert entry is not None
+    memory.cache.forget(request.view.subject)
+    for number in range(4):
+        serve(harness, f"other{number}", [number, *PROMPT])
+    memory.take_back_state(entry)
+    memory.unpin(lock)
+    serve(harness, "again", PROMPT)
+    memory.repair_snapshots()
+    named = {"pin_snapshot", "lend_snapshot", "take_back_snapshot", "unpin_snapshot", "repair_slots"}
+    assert named <= set(recording.operations)
+    recording.check()
+
+
+class RecordedMachine(SnapshotMachine):
+    """The random lives over the device alone, with sessions."""
+
+    @invariant()
+    def a_log_is_written(self) -> None:
+        if hasattr(self, "harness") and not hasattr(self, "recording"):
+            self.recording = Recording(self.harness)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "recording"):
+            self.recording.check()
+
+
+class RecordedTiersMachine(StoredSnapshotMachine):
+    """The random lives over three tiers."""
+
+    @invariant()
+    def both_tiers_are_sound(self) -> None:
+        if not hasattr(self, "recording"):
+            self.recording = Recording(self.harness)
+        self.attach()
+
+    @invariant()
+    def each_kept_snapshot_has_the_tokens_of_its_page(self) -> None:
+        """Checked without a log."""
+
+    @rule()
+    def evict_snapshots(self) -> None:
+        """Leave that out, which no part of a scheduler does."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "recording"):
+            self.recording.check(self.host.config, self.storage_config)
+
+
+TestRecorded = RecordedMachine.TestCase
+TestRecorded.settings = examples(20, stateful_step_count=30)
+TestRecordedTiers = RecordedTiersMachine.TestCase
+TestRecordedTiers.settings = examples(20, stateful_step_count=40)
