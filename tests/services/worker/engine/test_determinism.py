@@ -12,7 +12,7 @@ import torch
 from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from common.types import SamplingParams, StopConditions
-from services.worker.engine import loader
+from services.worker.engine import rank_model
 from services.worker.engine.backends import DTYPES as DTYPES_OF_ENGINES
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.checkpoints.opening import open_checkpoint
@@ -266,7 +266,7 @@ def test_products_are_not_chosen_by_a_measurement(tmp_path: Path, monkeypatch: p
     def select(wanted: str, *_: object) -> None:
         asked.append(wanted)
 
-    monkeypatch.setattr(loader, "select_products", select)
+    monkeypatch.setattr(rank_model, "select_products", select)
     model = save_family(tmp_path, "llama")
     load(model, device="cpu", deterministic=True)
     load(model, device="cpu", deterministic=True, products="onednn")

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
-from services.worker.engine import loader
+from services.worker.engine import rank_model
 from services.worker.engine.backends import select_dtype
 from services.worker.engine.checkpoints.dummy import DummyCheckpoint
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
@@ -97,7 +97,7 @@ def test_the_gpus_programs_continue_as_transformers_does(tmp_path: Path, monkeyp
     def interpreted(_: object, dtype: torch.dtype, device: torch.device, threads: int) -> KernelBackend:
         return Interpreted(dtype, device, max_rows=8)
 
-    monkeypatch.setattr(loader, "select_backend", interpreted)
+    monkeypatch.setattr(rank_model, "select_backend", interpreted)
     published, wide = save_published(tmp_path)
     driver = Driver(load(published, backend="torch"))
     rows, prompts = [driver.open(40) for _ in range(2)], [random_ids(25, VOCABULARY, seed=1), random_ids(9, VOCABULARY)]

@@ -135,7 +135,7 @@ def test_the_memory_kept_for_a_slot_is_that_of_an_adapter_of_all_products(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = GroupedAdapters(1)
-    monkeypatch.setattr("services.worker.engine.loader.select_adapter_products", lambda *_: slots)
+    monkeypatch.setattr("services.worker.engine.decoder_weights.select_adapter_products", lambda *_: slots)
     model = save_family(tmp_path / "model", family)
     modules = ATTENTION + FEED_FORWARD if family == "llama" else ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
     store = load(model, adapter_slots=1).adapters

@@ -217,7 +217,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     def select(_library: object, dtype: torch.dtype, device: torch.device, _threads: int, _b: object) -> KernelBackend:
         return _Interpreted(dtype, device, max_rows=8)
 
-    monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
+    monkeypatch.setattr("services.worker.engine.rank_model.select_backend", select)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from services.worker.engine.execution.decode_graphs import DecodeGraph
 from services.worker.engine.execution.pass_graphs import PassGraphs
-from services.worker.engine.loader import DecoderLoader
 from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.rank_model import RankModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def _compute_by_rows(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
 
 def captured_stages() -> Iterator[AbstractContextManager[Any]]:
     """Yield the patches with which stages on CPUs run the executors of GPUs; models in one stage stay as they are."""
-    yield patch.object(DecoderLoader, "_may_be_captured", property(lambda loader: loader._spec.stages > 1))
+    yield patch.object(RankModel, "may_be_captured", property(lambda rank: rank.spec.stages > 1))
     yield patch.object(DecodeGraph, "capture", _capture_decoding)
     yield patch.object(DecodeGraph, "has_memory", lambda _one: True)
     yield patch.object(PassGraphs, "capture", _capture)

@@ -60,7 +60,7 @@ def overlapped(directory: Path, max_rows: int = 2, max_context: int = 96, pages:
         str(directory), dtype="float32", max_rows=max_rows, max_context=max_context, page_size=PAGE,
         device_pages=pages + 1, vision=True,
     )  # fmt: skip
-    with patch("services.worker.engine.loader.select_backend", select):
+    with patch("services.worker.engine.rank_model.select_backend", select):
         runner = load_decoder(spec, lambda *_: None, RunnerOptions(backend="torch", threads=1, device="cpu"))
     # One page is that of padding rows.
     runner.capacity = replace(runner.capacity, device_pages=pages)

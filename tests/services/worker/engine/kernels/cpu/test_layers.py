@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from services.worker.engine import loader
+from services.worker.engine import decoder_weights
 from services.worker.engine.kernels.cpu import layers as native_layers
 from services.worker.engine.kernels.cpu.onednn import find_block_functions
 from tests.services.worker.engine.driving import Driver, load, random_ids
@@ -34,7 +34,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, library: CpuLibrary) -> list[FusedLa
         found.append(native_layers.fuse_layers(*arguments))  # type: ignore[arg-type]  # passed on
         return found[-1]
 
-    monkeypatch.setattr(loader, "fuse_layers", join)
+    monkeypatch.setattr(decoder_weights, "fuse_layers", join)
     return found
 
 
@@ -50,7 +50,7 @@ def outcomes(directory: Path, products: str = "auto", **changes: object) -> list
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "fuse_layers", lambda *_: None)
+        patch.setattr(decoder_weights, "fuse_layers", lambda *_: None)
         return run()
 
 

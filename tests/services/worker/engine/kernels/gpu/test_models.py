@@ -42,7 +42,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypat
     ) -> KernelBackend:
         return _Interpreted(dtype, device, max_rows=2)
 
-    monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
+    monkeypatch.setattr("services.worker.engine.rank_model.select_backend", select)
     name, options = FAMILIES[family]
     # Of models with recurrent layers one of each kind.
     changed = {**options, "num_hidden_layers": 2, "full_attention_interval": 2}
