@@ -63,7 +63,6 @@ class GpuDeltaNet:
             "KEY_DIM": constants.key_dim,
             "VALUE_DIM": constants.value_dim,
             "KEY_BLOCK": _block_of(constants.key_dim),
-            "LEAST": EPSILON,
         }
         self._value_block = min(_VALUE_COLUMNS, _block_of(constants.value_dim))
         self._row_value_block = min(_ROW_VALUE_COLUMNS, _block_of(constants.value_dim))
@@ -92,7 +91,7 @@ class GpuDeltaNet:
         )  # fmt: skip
         programs.take_tokens[(rows, of.value_heads, triton.cdiv(of.value_dim, self._row_value_block))](
             convolved, projected, states.matrices, slots, of.decay_scales, of.decay_bias, attended, stride,
-            **self._sizes, VALUE_BLOCK=self._row_value_block, num_warps=4,
+            **self._sizes, LEAST=EPSILON, VALUE_BLOCK=self._row_value_block, num_warps=4,
         )  # fmt: skip
 
     def _prefill(
@@ -112,13 +111,13 @@ class GpuDeltaNet:
             KERNEL=kernel, LINES=triton.next_power_of_2(kernel - 1), BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
         inverses, scores = torch.empty(2, blocks, heads, BLOCK, BLOCK, device=device)
-        decays, strengths = torch.empty(2, blocks, heads, BLOCK, device=device)
+        factors = torch.empty(blocks, heads, 4, BLOCK, device=device)
         programs.solve_blocks[(blocks, heads)](
-            convolved, projected, of.decay_scales, of.decay_bias, block_table, inverses, scores, decays, strengths,
-            stride, **self._sizes, TOKENS=BLOCK, SUBBLOCK=_SUBBLOCK, num_warps=4,
+            convolved, projected, of.decay_scales, of.decay_bias, block_table, inverses, scores, factors,
+            stride, **self._sizes, LEAST=EPSILON, TOKENS=BLOCK, SUBBLOCK=_SUBBLOCK, num_warps=4,
         )  # fmt: skip
         programs.take_blocks[(len(chunks), heads, triton.cdiv(of.value_dim, self._value_block))](
-            convolved, states.matrices, chunk_table, inverses, scores, decays, strengths, attended,
+            convolved, states.matrices, chunk_table, inverses, scores, factors, attended,
             **self._sizes, VALUE_BLOCK=self._value_block, TOKENS=BLOCK, num_warps=8, num_stages=_stages(device),
         )  # fmt: skip
 

@@ -174,14 +174,14 @@ def _invert(system, TOKENS: tl.constexpr, SUBBLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_of_batch"])
 def solve_blocks(
-    convolved, projected, decay_scales, decay_bias, blocks_of_batch, inverses, scores, decays, strengths, stride,
+    convolved, projected, decay_scales, decay_bias, blocks_of_batch, inverses, scores, factors, stride,
     HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUBBLOCK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Compute what a block does to itself: the inverse of its system, and its scores. Grid: blocks, value heads.
 
-    `inverses` and `scores` are [blocks, heads, TOKENS, TOKENS], the sums of `decays` since the block's beginning and
-    `strengths` [blocks, heads, TOKENS], all float32.
+    `inverses` and `scores` are [blocks, heads, TOKENS, TOKENS] float32, `factors` [blocks, heads, 4, TOKENS] float32: of
+    each token the logarithm of the decay since the block's beginning, the strength, and what normalises query and key.
     """
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys: tl.constexpr = HEADS // PER_KEY * KEY_DIM
@@ -195,8 +195,10 @@ def solve_blocks(
     heads = convolved + (first + numbers)[:, None] * width + head // PER_KEY * KEY_DIM + at_key[None, :]
     query = tl.load(heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(heads + keys, mask=inside, other=0.0).to(tl.float32)
-    query *= (tl.rsqrt(tl.sum(query * query, axis=1) + LEAST) * (KEY_DIM**-0.5))[:, None]
-    key *= tl.rsqrt(tl.sum(key * key, axis=1) + LEAST)[:, None]
+    query_scale = tl.rsqrt(tl.sum(query * query, axis=1) + LEAST) * (KEY_DIM**-0.5)
+    key_scale = tl.rsqrt(tl.sum(key * key, axis=1) + LEAST)
+    query *= query_scale[:, None]
+    key *= key_scale[:, None]
     given = projected + (first + numbers) * stride + width + values
     strength, decay = _strength_and_decay(given, decay_scales, decay_bias, head, is_token, HEADS=HEADS)
     since = tl.cumsum(decay, axis=0)
@@ -212,15 +214,18 @@ def solve_blocks(
     square = at * TOKENS * TOKENS + numbers[:, None] * TOKENS + numbers[None, :]
     tl.store(inverses + square, inverse)
     tl.store(scores + square, score)
-    tl.store(decays + at * TOKENS + numbers, since)
-    tl.store(strengths + at * TOKENS + numbers, strength)
+    factor = factors + at * 4 * TOKENS + numbers
+    tl.store(factor, since)
+    tl.store(factor + TOKENS, strength)
+    tl.store(factor + 2 * TOKENS, query_scale)
+    tl.store(factor + 3 * TOKENS, key_scale)
 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks_of_batch"])
 def take_blocks(
-    convolved, matrices, chunks_of_batch, inverses, scores, decays, strengths, attended,
+    convolved, matrices, chunks_of_batch, inverses, scores, factors, attended,
     HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Take the blocks of a chunk, one after the other, into some columns of a head's state.
 
@@ -248,19 +253,20 @@ def take_blocks(
         of_value = is_token[:, None] & in_value[None, :]
         value = convolved + tokens[:, None] * width + 2 * keys + head * VALUE_DIM + at_value[None, :]
         value = tl.load(value, mask=of_value, other=0.0).to(tl.float32)
-        query *= (tl.rsqrt(tl.sum(query * query, axis=1) + LEAST) * (KEY_DIM**-0.5))[:, None]
-        key *= tl.rsqrt(tl.sum(key * key, axis=1) + LEAST)[:, None]
         at = block * HEADS + head
         square = at * TOKENS * TOKENS + numbers[:, None] * TOKENS + numbers[None, :]
-        since, strength = tl.load(decays + at * TOKENS + numbers), tl.load(strengths + at * TOKENS + numbers)
-        last = tl.load(decays + at * TOKENS + TOKENS - 1)
-        from_start = tl.exp(since)[:, None]
-        wanted = strength[:, None] * (value - from_start * tl.dot(key, state))
+        factor = factors + at * 4 * TOKENS
+        since, last = tl.load(factor + numbers), tl.load(factor + TOKENS - 1)
+        strength = tl.load(factor + TOKENS + numbers)
+        query_scale, key_scale = tl.load(factor + 2 * TOKENS + numbers), tl.load(factor + 3 * TOKENS + numbers)
+        from_start = tl.exp(since)
+        wanted = strength[:, None] * (value - (from_start * key_scale)[:, None] * tl.dot(key, state))
         corrections = tl.dot(tl.load(inverses + square), wanted)
-        seen = from_start * tl.dot(query, state) + tl.dot(tl.load(scores + square), corrections)
+        seen = (from_start * query_scale)[:, None] * tl.dot(query, state)
+        seen += tl.dot(tl.load(scores + square), corrections)
         tl.store(attended + tokens[:, None] * values + head * VALUE_DIM + at_value[None, :], seen, mask=of_value)
-        to_end = key * tl.exp(last - since)[:, None]
-        state = state * tl.exp(last) + tl.dot(tl.trans(to_end), corrections)
+        to_end = corrections * (key_scale * tl.exp(last - since))[:, None]
+        state = state * tl.exp(last) + tl.dot(tl.trans(key), to_end)
         block += 1
     tl.store(place, state, mask=of_state)
 
