@@ -180,8 +180,8 @@ def solve_blocks(
 ):  # fmt: skip
     """Compute what a block does to itself: the inverse of its system, and its scores. Grid: blocks, value heads.
 
-    `inverses` and `scores` are [blocks, heads, TOKENS, TOKENS] float32, `factors` [blocks, heads, 4, TOKENS] float32: of
-    each token the logarithm of the decay since the block's beginning, the strength, and what normalises query and key.
+    `inverses` and `scores` are [blocks, heads, TOKENS, TOKENS] float32, `factors` [blocks, heads, 4, TOKENS]: of each
+    token the logarithm of the decay since the block's beginning, the strength, and what normalises query and key.
     """
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys: tl.constexpr = HEADS // PER_KEY * KEY_DIM

@@ -338,8 +338,10 @@ def adapter_sizes() -> list[int]:
 def recurrent_sizes() -> list[int]:
     """Compile gated delta nets as of Qwen3.5 9B; what a program keeps in shared memory fits."""
     heads: Constants = {"HEADS": 32, "PER_KEY": 2, "KEY_DIM": 128, "VALUE_DIM": 128}
-    shape: Constants = {**heads, "KEY_BLOCK": 128, "LEAST": 1e-6}
-    of_value: Constants = {**shape, "VALUE_BLOCK": 32}
+    shape: Constants = {**heads, "KEY_BLOCK": 128}
+    of_token: Constants = {**shape, "LEAST": 1e-6, "VALUE_BLOCK": 64}
+    solving: Constants = {**shape, "LEAST": 1e-6, "TOKENS": 64, "SUBBLOCK": 16}
+    taking: Constants = {**shape, "VALUE_BLOCK": 32, "TOKENS": 64}
     row: Constants = {"KERNEL": 4, "BLOCK": 1024}
     block: Constants = {"KERNEL": 4, "TOKENS": 64, "BLOCK": 128}
     kept: Constants = {"KERNEL": 4, "LINES": 4, "BLOCK": 128}
@@ -351,16 +353,16 @@ def recurrent_sizes() -> list[int]:
         taken = f"{dtype} {dtype} *fp32 *i32 *fp32 *fp32 *fp32 i32"
         made += [
             (HOPPER, 4, None, programs.filter_tokens, given, row),
-            (HOPPER, 4, None, programs.take_tokens, taken, of_value),
+            (HOPPER, 4, None, programs.take_tokens, taken, of_token),
             (HOPPER, 8, None, programs.filter_blocks, given, block),
             (HOPPER, 4, None, programs.keep_inputs, f"{dtype} {dtype} *i32 i32 i32", kept),
             (HOPPER, 4, None, programs.finish_tokens, f"*fp32 {dtype} *fp32 {dtype} i32 i32 i32 fp32", ends),
         ]
-        solved, taken = f"{dtype} {dtype} *fp32 *fp32 *i32 {'*fp32 ' * 4} i32", f"{dtype} *fp32 *i32 {'*fp32 ' * 5}"
+        solved, taken = f"{dtype} {dtype} *fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32", f"{dtype} *fp32 *i32 {'*fp32 ' * 4}"
         for target, stages in ((HOPPER, 2), (AMPERE, 1), (ADA, 1)):
             made += [
-                (target, 4, None, programs.solve_blocks, solved, {**shape, "TOKENS": 64}),
-                (target, 8, stages, programs.take_blocks, taken, {**of_value, "TOKENS": 64}),
+                (target, 4, None, programs.solve_blocks, solved, solving),
+                (target, 8, stages, programs.take_blocks, taken, taking),
             ]
     sizes = []
     for target, warps, at_once, program, types, constants in made:

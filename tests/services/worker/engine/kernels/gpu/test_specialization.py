@@ -37,12 +37,12 @@ FLOAT = {"cap", "epsilon", "scale"}
 # Tensors that are allocated as a whole, or that begin with the first row of another.
 WHOLE = {
     "added", "allowed", "angles", "attended", "bases", "before_minimum", "best", "bias", "bias_ids", "bias_values",
-    "both", "buffers", "cells", "convolved", "cosines", "counters", "counts", "decay_bias", "decay_scales", "decays",
-    "epochs", "filters", "first_blocks", "given_scale", "grammar", "hidden", "high_bits", "input_scales", "inputs",
+    "both", "buffers", "cells", "convolved", "cosines", "counters", "counts", "decay_bias", "decay_scales", "epochs",
+    "factors", "filters", "first_blocks", "given_scale", "grammar", "hidden", "high_bits", "input_scales", "inputs",
     "inverses", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses", "matrices", "norm",
     "normalizers", "normed", "offsets", "order", "outputs", "own_pad", "pads", "pairs", "partial", "partial_sums",
     "peaks", "pool", "processed", "projected", "qkv", "queries", "query_norm", "routing_weights", "scales", "scores",
-    "shifts", "sines", "sinks", "sources", "staging", "starts", "strengths", "table", "thresholds", "tiles",
+    "shifts", "sines", "sinks", "sources", "staging", "starts", "table", "thresholds", "tiles",
     "value_scales", "values", "weight", "weight_scales", "weights", "widened",
 }  # fmt: skip
 
