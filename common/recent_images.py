@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 KEPT_S = 300.0
 # Between searches for images that are not kept any longer.
 EXPIRY_S = 15.0
+# From its last use on, an image is not dropped for others' sake for so long if its owner holds less than a fair share:
+# long enough to read an answer and ask on.
+PROTECTED_S = 60.0
 # An image counts as so many bytes at least, so that there are at most a few thousand.
 LEAST_BYTES = 64 * 1024
 # Images that a service knows to be kept by another one.
@@ -50,17 +53,21 @@ ImageT = TypeVar("ImageT", bound=HasBytes)
 class RecentImages(Generic[ImageT]):
     """Images by view and key, of at most `max_bytes` together.
 
-    If they take more, the tenant that holds most loses some: of its subject that holds most, those that have not been
-    used for longest. Tenants, and in each tenant its subjects, that hold less than their share keep theirs, whatever
-    others send. Views count for nothing there, as a subject can have any number of them.
+    If they take more, those are dropped first that have not been used for `PROTECTED_S`, in the order of their last
+    use. If all have been, the tenant that holds most loses some: of its subject that holds most, those that have not
+    been used for longest. So for that time tenants, and in each tenant its subjects, that hold less than their share
+    keep theirs, whatever others send; and those who are away hold no room that others' next turns need. Views count for
+    nothing there, as a subject can have any number of them.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Start empty; `clock` returns seconds."""
         self._max_bytes = max_bytes
         self._clock = clock
-        # By subject, in the order of their last use.
-        self._images: dict[Subject, OrderedDict[_Name, tuple[ImageT, float]]] = {}
+        # With the times of their last use, and in this order.
+        self._images: OrderedDict[tuple[Subject, _Name], tuple[ImageT, float]] = OrderedDict()
+        # Each subject's, in the same order.
+        self._names: dict[Subject, OrderedDict[_Name, None]] = {}
         self._by_tenant: Counter[str] = Counter()
         self._by_subject: dict[str, Counter[Subject]] = {}
 
@@ -71,19 +78,20 @@ class RecentImages(Generic[ImageT]):
 
     def fits(self, images: Iterable[ImageT]) -> bool:
         """Return whether images are together not larger than all that may be kept."""
-        return sum(map(_size, images)) <= self._max_bytes
+        return sum(map(self._size, images)) <= self._max_bytes
+
+    def has(self, view: View, key: bytes) -> bool:
+        """Return whether `get` would find an image; this is no use of it."""
+        found = self._images.get((view.subject, (view.salt, key)))
+        return found is not None and found[1] > self._clock() - KEPT_S
 
     def get(self, view: View, key: bytes) -> ImageT | None:
         """Return an image that a request of the view has left, or used, in the last `KEPT_S` seconds."""
-        images, name = self._images.get(view.subject), (view.salt, key)
-        if images is None or name not in images:
+        if not self.has(view, key):
             return None
-        image, used_at = images[name]
-        now = self._clock()
-        if used_at <= now - KEPT_S:
-            return None
-        images[name] = image, now
-        images.move_to_end(name)
+        subject, name = view.subject, (view.salt, key)
+        image, _ = self._images[subject, name]
+        self._note_use(subject, name, image)
         return image
 
     def put(self, view: View, key: bytes, image: ImageT) -> None:
@@ -91,29 +99,24 @@ class RecentImages(Generic[ImageT]):
 
         Another one of the same key, which is equal, stays in its place.
         """
-        if not self.fits([image]):
+        if self._size(image) > self._max_bytes:
             return
         subject, name = view.subject, (view.salt, key)
-        images = self._images.setdefault(subject, OrderedDict())
-        if name in images:
-            image = images[name][0]
+        if (subject, name) in self._images:
+            image, _ = self._images[subject, name]
         else:
-            self._count(subject, _size(image))
-        images[name] = image, self._clock()
-        images.move_to_end(name)
-        while self.nbytes > self._max_bytes:
-            ((tenant, _),) = self._by_tenant.most_common(1)
-            ((most, _),) = self._by_subject[tenant].most_common(1)
-            self._drop_oldest(most)
+            self._count(subject, self._size(image))
+        self._note_use(subject, name, image)
+        self._make_room()
 
     def forget(self, subject: Subject) -> None:
         """Drop all images of a subject."""
-        while subject in self._images:
-            self._drop_oldest(subject)
+        for name in list(self._names.get(subject, ())):
+            self._drop(subject, name)
 
     def clear(self) -> None:
         """Drop all images."""
-        for subject in list(self._images):
+        for subject in list(self._names):
             self.forget(subject)
 
     async def run(self) -> NoReturn:
@@ -123,16 +126,36 @@ class RecentImages(Generic[ImageT]):
     def expire(self) -> None:
         """Drop the images that have not been used for `KEPT_S` seconds."""
         limit = self._clock() - KEPT_S
-        for subject in list(self._images):
-            while subject in self._images and next(iter(self._images[subject].values()))[1] <= limit:
-                self._drop_oldest(subject)
+        while self._images:
+            oldest, (_, used_at) = next(iter(self._images.items()))
+            if used_at > limit:
+                return
+            self._drop(*oldest)
 
-    def _drop_oldest(self, subject: Subject) -> None:
-        images = self._images[subject]
-        _, (image, _) = images.popitem(last=False)
-        self._count(subject, -_size(image))
-        if not images:
-            del self._images[subject]
+    def _make_room(self) -> None:
+        limit = self._clock() - PROTECTED_S
+        while self.nbytes > self._max_bytes:
+            (subject, name), (_, used_at) = next(iter(self._images.items()))
+            if used_at > limit:
+                ((tenant, _),) = self._by_tenant.most_common(1)
+                ((subject, _),) = self._by_subject[tenant].most_common(1)
+                name = next(iter(self._names[subject]))
+            self._drop(subject, name)
+
+    def _note_use(self, subject: Subject, name: _Name, image: ImageT) -> None:
+        self._images[subject, name] = image, self._clock()
+        self._images.move_to_end((subject, name))
+        names = self._names.setdefault(subject, OrderedDict())
+        names[name] = None
+        names.move_to_end(name)
+
+    def _drop(self, subject: Subject, name: _Name) -> None:
+        image, _ = self._images.pop((subject, name))
+        self._count(subject, -self._size(image))
+        names = self._names[subject]
+        del names[name]
+        if not names:
+            del self._names[subject]
 
     def _count(self, subject: Subject, nbytes: int) -> None:
         """Count bytes of a subject and its tenant; those that hold none are not named any longer."""
@@ -143,6 +166,9 @@ class RecentImages(Generic[ImageT]):
             del subjects[subject]
         if not subjects:
             del self._by_subject[subject.tenant], self._by_tenant[subject.tenant]
+
+    def _size(self, image: HasBytes) -> int:
+        return max(image.nbytes, LEAST_BYTES)
 
 
 class KeptElsewhere:
@@ -165,6 +191,10 @@ class KeptElsewhere:
             self._used_at.move_to_end((view, key))
         while len(self._used_at) > MOST_KNOWN:
             self._used_at.popitem(last=False)
+
+    def fits(self, images: Iterable[ImageT]) -> bool:
+        """Return whether images are together not larger than all that may be kept."""
+        return sum(map(self._size, images)) <= self._max_bytes
 
     def has(self, view: View, key: bytes) -> bool:
         """Return whether the service may still keep an image for a view."""
@@ -211,7 +241,3 @@ async def _repeat(expire: Callable[[], None]) -> NoReturn:
     while True:
         await asyncio.sleep(EXPIRY_S)
         expire()
-
-
-def _size(image: HasBytes) -> int:
-    return max(image.nbytes, LEAST_BYTES)

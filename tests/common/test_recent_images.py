@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.recent_images import KEPT_S, LEAST_BYTES, MOST_KNOWN, KeptElsewhere, RecentImages, key_of, pixels_key
+from common.recent_images import (
+    KEPT_S,
+    LEAST_BYTES,
+    MOST_KNOWN,
+    PROTECTED_S,
+    KeptElsewhere,
+    RecentImages,
+    key_of,
+    pixels_key,
+)
 from common.requests import ImageFile
 from common.types import PackedPixels, RowImage, Subject, View
 from services.tokenizer.images.processor import PreparedImage
@@ -64,6 +73,53 @@ def test_no_party_takes_the_place_of_others_under_many_names(names: str) -> None
         assert recent.get(view, b"a") is not None
     assert all(recent.get(ADA, key) for key in (b"1", b"2", b"3"))
     assert recent.nbytes == 16 * LEAST_BYTES
+
+
+def test_those_who_are_away_leave_their_room_to_the_next_turns_of_others() -> None:
+    clock = Clock()
+    recent: RecentImages[PreparedImage] = RecentImages(16 * LEAST_BYTES, clock)
+    away = [View(Subject("acme", f"user/{number}")) for number in range(16)]
+    for view in away:
+        recent.put(view, b"a", image())
+    clock.now = 1.0
+    assert recent.get(away[0], b"a") is not None
+    clock.now = PROTECTED_S
+    keys = (b"1", b"2", b"3", b"4")
+    for key in keys:
+        recent.put(ADA, key, image())
+    assert all(recent.get(ADA, key) for key in keys)
+    # Those which were used last are left, and no more are dropped than have to be.
+    assert [view for view in away if recent.has(view, b"a")] == [away[0], *away[5:]]
+    assert recent.nbytes == 16 * LEAST_BYTES
+
+
+def test_nothing_is_dropped_for_its_age_before_room_is_needed() -> None:
+    clock = Clock()
+    recent: RecentImages[PreparedImage] = RecentImages(4 * LEAST_BYTES, clock)
+    for key in (b"1", b"2", b"3"):
+        recent.put(ADA, key, image())
+    clock.now = KEPT_S - 1
+    recent.put(BOB, b"his", image())
+    assert all(recent.get(ADA, key) for key in (b"1", b"2", b"3"))
+
+
+def test_who_holds_less_than_a_share_keeps_it_for_a_while_whatever_others_send() -> None:
+    clock = Clock()
+    recent: RecentImages[PreparedImage] = RecentImages(4 * LEAST_BYTES, clock)
+    recent.put(BOB, b"his", image())
+    clock.now = PROTECTED_S - 1
+    for number in range(100):
+        recent.put(ADA, bytes([number]), image())
+    assert recent.get(BOB, b"his") is not None
+    # Its use has begun the time again.
+    clock.now = 2 * PROTECTED_S - 2
+    for number in range(100, 200):
+        recent.put(ADA, bytes([number]), image())
+    assert recent.has(BOB, b"his")
+    # What it is asked for alone is no use.
+    clock.now = 2 * PROTECTED_S - 1
+    recent.put(ADA, b"1", image())
+    assert not recent.has(BOB, b"his")
 
 
 def test_small_images_count_and_images_that_are_too_large_are_not_kept() -> None:
