@@ -76,10 +76,6 @@ class RecentImages(Generic[ImageT]):
         """The bytes that all images count as."""
         return self._by_tenant.total()
 
-    def fits(self, images: Iterable[ImageT]) -> bool:
-        """Return whether images are together not larger than all that may be kept."""
-        return sum(map(self._size, images)) <= self._max_bytes
-
     def has(self, view: View, key: bytes) -> bool:
         """Return whether `get` would find an image; this is no use of it."""
         found = self._images.get((view.subject, (view.salt, key)))
@@ -191,10 +187,6 @@ class KeptElsewhere:
             self._used_at.move_to_end((view, key))
         while len(self._used_at) > MOST_KNOWN:
             self._used_at.popitem(last=False)
-
-    def fits(self, images: Iterable[ImageT]) -> bool:
-        """Return whether images are together not larger than all that may be kept."""
-        return sum(map(self._size, images)) <= self._max_bytes
 
     def has(self, view: View, key: bytes) -> bool:
         """Return whether the service may still keep an image for a view."""

@@ -152,7 +152,7 @@ class Submissions:
             assert image.pixels is not None, "requests are completed before"
             self._images.put(request.view, key, image.pixels)
         # Of many images, the last ones may have taken the place of the first.
-        return replace(admission, keeps_images=all(self._images.get(request.view, key) is not None for key in keys))
+        return replace(admission, keeps_images=all(self._images.has(request.view, key) for key in keys))
 
     def _with_pixels(self, request: ScheduleRequest) -> ScheduleRequest | None:
         """Return a request with the pixels of all of its images, or None if some are not kept for its view."""

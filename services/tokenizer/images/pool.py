@@ -23,7 +23,7 @@ from services.tokenizer.images.processor import PreparedImage, RefusedImageError
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from common.recent_images import RecentImages
@@ -68,6 +68,15 @@ class _Job:
     def cost(self) -> int:
         """The charge to its subject before it is decoded."""
         return self.file.size + IMAGE_COST
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImages:
+    """The images of a request, as the model takes them."""
+
+    images: list[PreparedImage]
+    # Whether the next requests of the view may name all of them by their keys alone.
+    are_kept: bool
 
 
 class MissingImageError(UnavailableError):
@@ -119,7 +128,7 @@ class ImagePool:
 
     async def prepare(
         self, subject: Subject, files: Sequence[ImageFile], param: str, max_bytes: int, view: View | None = None
-    ) -> list[PreparedImage]:
+    ) -> PreparedImages:
         """Return images as the model takes them. Those that follow a refused one are not decoded.
 
         Those that a request of the same `view` has sent before are not decoded again, and new ones are kept for it;
@@ -162,11 +171,8 @@ class ImagePool:
             for key, image in zip(keys, images, strict=True):
                 self._recent.put(view, key, image)
         metrics.IMAGE_SECONDS.observe(time.perf_counter() - started)
-        return images
-
-    def keeps(self, images: Iterable[PreparedImage]) -> bool:
-        """Return whether images are together small enough to be kept."""
-        return self._recent.fits(images)
+        # Of many images, the last ones may have taken the place of the first.
+        return PreparedImages(images, view is not None and all(self._recent.has(view, key) for key in keys))
 
     async def _gathered(
         self, wanted: Sequence[_Job | PreparedImage], param: str, max_bytes: int

@@ -109,8 +109,8 @@ class PreparedPrompts:
         placed.sort(key=itemgetter(0))
         prepared = await self._pool.prepare(subject, [file for _, file in placed], param, MAX_PIXEL_BYTES, view)
         # Off the event loop: much text may stand beside an image.
-        prompt = await asyncio.to_thread(self._placed, token_ids, placed, prepared)
-        return replace(prompt, are_kept=view is not None and self._pool.keeps(prepared))
+        prompt = await asyncio.to_thread(self._placed, token_ids, placed, prepared.images)
+        return replace(prompt, are_kept=prepared.are_kept)
 
     def shown(self, token_ids: TokenIds) -> TokenIds:
         return np.where(token_ids < 0, np.int32(self._placeholder), token_ids)

@@ -59,7 +59,7 @@ async def fuzz(bench: Bench, count: int) -> tuple[int, int]:
 
     async def send(data: bytes) -> None:
         try:
-            (image,) = await bench.pool.prepare(ADA, [ImageFile(data)], "messages", MOST_BYTES)
+            (image,) = (await bench.pool.prepare(ADA, [ImageFile(data)], "messages", MOST_BYTES)).images
         except InvalidRequestError as error:  # the client's error; any other one fails the test
             outcomes[False] += 1
             crashes.extend([str(error)] if "crashed" in str(error) else [])

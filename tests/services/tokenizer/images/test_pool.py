@@ -95,7 +95,7 @@ async def running(bench: Bench) -> AsyncIterator[None]:
 async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> None:
     pictures = [picture(120, 90, seed=1), picture(300, 40, seed=2)]
     files = [ImageFile(file_of(image)) for image in pictures]
-    found = await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)
+    found = (await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)).images
     for image, one in zip(pictures, found, strict=True):
         grid, values = bench.processor.cut(image, Detail.AUTO)
         expected = prepared(bench.processor, grid, values.tobytes())
@@ -106,15 +106,15 @@ async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> Non
 async def test_an_image_that_its_view_sends_again_is_not_decoded_again(bench: Bench) -> None:
     first, second = (ImageFile(file_of(picture(60, 60, seed=seed))) for seed in (1, 2))
     view, salted = View(ADA), View(ADA, "other")
-    (decoded,) = await bench.pool.prepare(ADA, [first], "messages", MOST_BYTES, view)
-    again, new = await bench.pool.prepare(ADA, [first, second], "messages", MOST_BYTES, view)
+    (decoded,) = (await bench.pool.prepare(ADA, [first], "messages", MOST_BYTES, view)).images
+    again, new = (await bench.pool.prepare(ADA, [first, second], "messages", MOST_BYTES, view)).images
     assert again is decoded
     assert new.digest != decoded.digest
     for other in (None, salted, View(Subject("acme", "bob")), View(Subject("globex", ADA.name))):
-        (image,) = await bench.pool.prepare(ADA, [first], "messages", MOST_BYTES, other)
+        (image,) = (await bench.pool.prepare(ADA, [first], "messages", MOST_BYTES, other)).images
         assert image is not decoded
         assert image.digest == decoded.digest
-    (closer,) = await bench.pool.prepare(ADA, [ImageFile(first.data, "low")], "messages", MOST_BYTES, view)
+    (closer,) = (await bench.pool.prepare(ADA, [ImageFile(first.data, "low")], "messages", MOST_BYTES, view)).images
     assert closer is not decoded
     damaged = ImageFile(first.data[:-40])
     with pytest.raises(InvalidRequestError, match="Image 2 of 2 is damaged"):
@@ -126,16 +126,13 @@ async def test_an_image_that_its_view_sends_again_is_not_decoded_again(bench: Be
 async def test_an_image_is_found_by_its_key_alone_in_the_view_that_sent_it_only(bench: Bench) -> None:
     file = ImageFile(file_of(picture(60, 60, seed=1)))
     bare, view = replace(file, key=key_of(file)).bare(), View(ADA)
-    (decoded,) = await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES, view)
-    (found,) = await bench.pool.prepare(ADA, [bare], "messages", MOST_BYTES, view)
+    (decoded,) = (await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES, view)).images
+    (found,) = (await bench.pool.prepare(ADA, [bare], "messages", MOST_BYTES, view)).images
     assert found is decoded
-    assert bench.pool.keeps([found])
-    # As many as together have no room are not all kept.
-    assert not bench.pool.keeps([found] * (KEPT_BYTES // LEAST_BYTES + 1))
     # With a file, what the sender calls it does not matter.
     misnamed = ImageFile(file_of(picture(60, 60, seed=2)), key=bare.key)
     for _ in range(2):
-        (image,) = await bench.pool.prepare(ADA, [misnamed], "messages", MOST_BYTES, view)
+        (image,) = (await bench.pool.prepare(ADA, [misnamed], "messages", MOST_BYTES, view)).images
         assert image.digest != decoded.digest
     for other in (None, View(ADA, "other"), View(Subject("acme", "bob"))):
         for unknown in (bare, replace(bare, key=b"never sent")):
@@ -145,12 +142,26 @@ async def test_an_image_is_found_by_its_key_alone_in_the_view_that_sent_it_only(
     assert bench.recent.get(View(ADA, "other"), key_of(file)) is None
 
 
+async def test_images_are_said_to_be_kept_if_the_view_finds_all_of_them_afterwards(bench: Bench) -> None:
+    view = View(ADA)
+    files = [ImageFile(file_of(picture(60, 60, seed=seed))) for seed in (1, 2)]
+    prepared = await bench.pool.prepare(ADA, files, "messages", MOST_BYTES, view)
+    assert prepared.are_kept
+    assert not (await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)).are_kept, "of no view"
+    # One picture each of many others leaves room for one of the two, which the second one takes.
+    bench.recent.forget(ADA)
+    for number in range(KEPT_BYTES // LEAST_BYTES):
+        bench.recent.put(View(Subject("acme", f"user/{number}")), b"", prepared.images[0])
+    assert not (await bench.pool.prepare(ADA, files, "messages", MOST_BYTES, view)).are_kept
+    assert [bench.recent.has(view, key_of(file)) for file in files] == [False, True]
+
+
 async def test_videos_are_those_that_this_process_would_cut(bench: Bench) -> None:
     frames = [picture(120, 90, seed=number) for number in range(3)]
     files = tuple(file_of(frame) for frame in frames)
     still = ImageFile(file_of(frames[0]))
     asked = [ImageFile(b"", frames=files, frames_per_second=4), still, ImageFile(b"", "low", files)]
-    first, _, last = await bench.pool.prepare(ADA, asked, "messages", MOST_BYTES)
+    first, _, last = (await bench.pool.prepare(ADA, asked, "messages", MOST_BYTES)).images
     grid, values = bench.processor.cut_frames(iter(frames), 3, Detail.AUTO)
     expected = prepared_video(bench.processor, grid, values.tobytes(), FrameTimes.even(3, 4))
     assert (first.digest, first.grid, first.text) == (expected.digest, expected.grid, expected.text)
@@ -175,7 +186,7 @@ async def test_hostile_videos_are_refused_by_name_and_end_no_process(bench: Benc
         await bench.pool.prepare(ADA, [slow], "messages", MOST_BYTES)
     (process,) = bench.children
     many = ImageFile(b"", frames=(file_of(picture(28, 28)),) * 2000)
-    (video,) = await bench.pool.prepare(ADA, [many], "messages", MOST_BYTES)
+    (video,) = (await bench.pool.prepare(ADA, [many], "messages", MOST_BYTES)).images
     assert video.grid[0] == 1000
     assert bench.children == [process]
 
@@ -204,7 +215,8 @@ async def test_digests_are_of_pixels_not_of_files(bench: Bench) -> None:
         file_of(other, exif=exif),
     ]
     first, described, rewritten, different = [
-        one.digest for one in await bench.pool.prepare(ADA, [ImageFile(data) for data in files], "messages", MOST_BYTES)
+        one.digest
+        for one in (await bench.pool.prepare(ADA, [ImageFile(data) for data in files], "messages", MOST_BYTES)).images
     ]
     assert first == described == rewritten != different
 
@@ -215,7 +227,7 @@ async def test_a_low_detail_makes_fewer_embeddings_and_another_digest(directory:
     async with running(bench):
         data = file_of(picture(900, 900))
         files = [ImageFile(data, detail) for detail in ("auto", "high", "low")]
-        auto, high, low = await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)
+        auto, high, low = (await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)).images
     assert (auto.digest, auto.embeddings) == (high.digest, high.embeddings)
     assert low.embeddings < auto.embeddings / 2
 
@@ -337,7 +349,7 @@ async def test_an_error_outside_of_the_decoding_process_is_no_fault_of_the_image
         with pytest.raises(PandoError) as caught:
             await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)
     assert caught.value.code is ErrorCode.INTERNAL
-    assert len(await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)) == 1
+    assert len((await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)).images) == 1
 
 
 # Notes each file, and answers those that begin with "held" only once MARK exists.
@@ -477,9 +489,9 @@ async def test_images_that_take_long_are_charged_to_their_subject(directory: Pat
 
 async def test_images_that_fit_into_no_message_are_refused(bench: Bench) -> None:
     file = ImageFile(file_of(picture(100, 100)))
-    (image,) = await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)
+    (image,) = (await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)).images
     most = 2 * image.pixels.nbytes
-    assert len(await bench.pool.prepare(ADA, [file] * 2, "messages", most)) == 2
+    assert len((await bench.pool.prepare(ADA, [file] * 2, "messages", most)).images) == 2
     with pytest.raises(InvalidRequestError, match="Send fewer or smaller images"):
         await bench.pool.prepare(ADA, [file] * 5, "messages", most)
 

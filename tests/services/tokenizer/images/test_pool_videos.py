@@ -52,7 +52,7 @@ async def bench(directory: Path) -> AsyncIterator[Bench]:
 
 
 async def prepare(bench: Bench, *videos: ImageFile) -> list[PreparedImage]:
-    return await bench.pool.prepare(ADA, videos, "messages", MOST_BYTES)
+    return (await bench.pool.prepare(ADA, videos, "messages", MOST_BYTES)).images
 
 
 async def refusal(bench: Bench, data: bytes) -> str:

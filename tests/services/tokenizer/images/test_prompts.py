@@ -14,6 +14,7 @@ from common.images import image_ids, image_spans
 from common.requests import ImageFile
 from common.tokenization.vocabulary import byte_alphabet
 from common.types import Subject, View
+from services.tokenizer.images.pool import PreparedImages
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.prompts import PreparedPrompts
 from services.tokenizer.images.registry import read_processor
@@ -69,8 +70,8 @@ class Pool:
 
     async def prepare(
         self, _subject: Subject, files: Sequence[ImageFile], _param: str, _most: int, _view: View | None
-    ) -> list[PreparedImage]:
-        return [self.images[(file.data or file.frames[0])[0]] for file in files]
+    ) -> PreparedImages:
+        return PreparedImages([self.images[(file.data or file.frames[0])[0]] for file in files], are_kept=False)
 
 
 class Bench:
