@@ -32,8 +32,14 @@ EXPIRY_S = 15.0
 # From its last use on, an image is not dropped for others' sake for so long if its owner holds less than a fair share:
 # long enough to read an answer and ask on.
 PROTECTED_S = 60.0
-# An image counts as so many bytes at least, so that there are at most a few thousand.
+# An image counts as so many bytes at least, and as more where there would be room for more images than these:
+# dropping one takes time that grows with their number.
 LEAST_BYTES = 64 * 1024
+MOST_IMAGES = 8192
+# Of the memory that is free, for images, where it is not configured; and its least and greatest result. A picture of
+# a megapixel has 3 MB, so that a busy server's of a minute need some gigabytes.
+USUAL_SHARE = 1 / 16
+USUAL_LEAST_BYTES, USUAL_MOST_BYTES = 256 * 1024 * 1024, 4 * 1024 * 1024 * 1024
 # Images that a service knows to be kept by another one.
 MOST_KNOWN = 65_536
 NOT_KEPT = "an image of the request is not kept any more; send the request again"
@@ -63,6 +69,7 @@ class RecentImages(Generic[ImageT]):
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Start empty; `clock` returns seconds."""
         self._max_bytes = max_bytes
+        self._least_bytes = max(LEAST_BYTES, max_bytes // MOST_IMAGES)
         self._clock = clock
         # With the times of their last use, and in this order.
         self._images: OrderedDict[tuple[Subject, _Name], tuple[ImageT, float]] = OrderedDict()
@@ -164,7 +171,7 @@ class RecentImages(Generic[ImageT]):
             del self._by_subject[subject.tenant], self._by_tenant[subject.tenant]
 
     def _size(self, image: HasBytes) -> int:
-        return max(image.nbytes, LEAST_BYTES)
+        return max(image.nbytes, self._least_bytes)
 
 
 class KeptElsewhere:
@@ -211,6 +218,13 @@ class KeptElsewhere:
         limit = self._clock() - KEPT_S
         while self._used_at and next(iter(self._used_at.values())) <= limit:
             self._used_at.popitem(last=False)
+
+
+def bytes_to_keep(configured: int | None, free_bytes: int) -> int:
+    """Return the bytes of images that a service keeps; None: a share of the memory that is free."""
+    if configured is not None:
+        return configured
+    return min(max(int(free_bytes * USUAL_SHARE), USUAL_LEAST_BYTES), USUAL_MOST_BYTES)
 
 
 def key_of(file: ImageFile) -> bytes:

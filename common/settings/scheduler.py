@@ -172,10 +172,10 @@ class VisionSettings(Section):
     """Bytes of prepared images that all open requests may have, waiting and running ones; further requests with images
     are refused with a hint when to retry. One user's may take 60 % of it, and one tenant's 75 %. An image of a million
     pixels has about 3 MB."""
-    kept_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+    kept_bytes: int | None = Field(default=None, ge=0)
     """Memory for prepared images of the requests of the last five minutes. An image that is sent again, as in each turn
     of a conversation, does not have to come from the tokenizer again; only requests of the same view find it. 0: none
-    are kept."""
+    are kept. Absent: a sixteenth of the memory that is free at the start, from 256 MiB to 4 GiB."""
 
 
 class SleepSettings(Section):

@@ -43,10 +43,10 @@ class ImageDecodingSettings(Section):
     max_pixels are enough."""
     timeout_s: float = Field(default=10.0, gt=0, le=300)
     """Seconds that decoding an image or a video may take; a process that takes longer is replaced."""
-    kept_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+    kept_bytes: int | None = Field(default=None, ge=0)
     """Memory for images that were sent in the last five minutes, as the model takes them. An image that is sent again,
     as in each turn of a conversation, is then not decoded again; only requests of the same view find it. 0: none are
-    kept."""
+    kept. Absent: a sixteenth of the memory that is free at the start, from 256 MiB to 4 GiB."""
 
 
 class TokenizerSettings(Section):

@@ -12,7 +12,8 @@ import grpc
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.recent_images import RecentImages
+from common.host import available_memory
+from common.recent_images import RecentImages, bytes_to_keep
 from common.rpc.stream import MessageNumbers, accept_stream
 from common.types import GroupRole
 from common.wire.adapters import adapter_to_wire
@@ -96,7 +97,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._weights = weights
         self._sleep = sleep
         # Pixels of recent requests, by view.
-        self._images: RecentImages[Pixels] = RecentImages(settings.vision.kept_bytes)
+        most_bytes = bytes_to_keep(settings.vision.kept_bytes, available_memory())
+        self._images: RecentImages[Pixels] = RecentImages(most_bytes)
         # Computes prompts for other groups; None: not here.
         self.prefill_server: PrefillServer | None = None
 

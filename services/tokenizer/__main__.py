@@ -15,7 +15,7 @@ from common.fleet.state import open_fleet
 from common.host import available_memory, available_processors
 from common.logs import get_logger
 from common.metrics import MODEL_INFO
-from common.recent_images import RecentImages
+from common.recent_images import RecentImages, bytes_to_keep
 from common.requests import ImageLimits
 from common.room import SharedRoom
 from common.rpc.channel import open_channel
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from common.rpc.security import Security
     from common.tokenization import TextModel
+    from services.tokenizer.images.processor import PreparedImage
     from services.tokenizer.images.prompts import ImagePrompts
     from services.tokenizer.relay import Scheduler
 
@@ -130,7 +131,8 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
     limits = ChildLimits(rules.max_pixels, rules.max_frames, rules.memory_bytes, rules.timeout_s)
     processes = rules.processes or usual_processes(available_processors(), available_memory(), rules.memory_bytes)
     get_logger("images").info("images.processes", processes=processes)
-    pool = ImagePool(directory, processor, limits, processes, rules.timeout_s, RecentImages(rules.kept_bytes))
+    recent: RecentImages[PreparedImage] = RecentImages(bytes_to_keep(rules.kept_bytes, available_memory()))
+    pool = ImagePool(directory, processor, limits, processes, rules.timeout_s, recent)
     return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id, video_mark_id(config))
 
 

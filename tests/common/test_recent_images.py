@@ -10,10 +10,12 @@ import pytest
 from common.recent_images import (
     KEPT_S,
     LEAST_BYTES,
+    MOST_IMAGES,
     MOST_KNOWN,
     PROTECTED_S,
     KeptElsewhere,
     RecentImages,
+    bytes_to_keep,
     key_of,
     pixels_key,
 )
@@ -120,6 +122,21 @@ def test_who_holds_less_than_a_share_keeps_it_for_a_while_whatever_others_send()
     clock.now = 2 * PROTECTED_S - 1
     recent.put(ADA, b"1", image())
     assert not recent.has(BOB, b"his")
+
+
+def test_there_are_at_most_so_many_images_whatever_room_there_is() -> None:
+    least = 2 * LEAST_BYTES
+    recent: RecentImages[PreparedImage] = RecentImages(MOST_IMAGES * least)
+    recent.put(ADA, b"a", image(3))
+    assert recent.nbytes == least
+
+
+def test_the_room_for_images_follows_the_free_memory_unless_it_is_configured() -> None:
+    gib = 1024**3
+    assert [bytes_to_keep(None, free * gib) for free in (0, 1, 4, 16, 64, 1024)] == [
+        gib // 4, gib // 4, gib // 4, gib, 4 * gib, 4 * gib,
+    ]  # fmt: skip
+    assert [bytes_to_keep(configured, 16 * gib) for configured in (0, 5)] == [0, 5]
 
 
 def test_small_images_count_and_images_that_are_too_large_are_not_kept() -> None:
