@@ -83,7 +83,7 @@ class _Expansion:
 
 
 # Of few tokens with one matrix and with several together, and of many.
-_FEW_OF_ONE, _FEW_OF_SEVERAL = _Shrinking(16, 256, 4, 3), _Shrinking(64, 128, 4, 3)
+_FEW_OF_ONE, _FEW_OF_SEVERAL = _Shrinking(16, 256, 2, 3), _Shrinking(64, 128, 4, 3)
 _MANY_OF_ONE, _MANY_OF_SEVERAL = _Shrinking(32, 128, 4, 3), _Shrinking(64, 128, 4, 3)
 # Of few tokens and of many; and of gated products, where a block has columns of both halves.
 _FEW, _MANY = _Expansion(128, 4, 4, 3, registers=128), _Expansion(128, 512, 8, 2)

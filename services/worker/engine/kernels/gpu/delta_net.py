@@ -5,7 +5,6 @@ Within a chunk, blocks follow one another, but what a block does to itself is co
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +30,6 @@ _VALUE_COLUMNS = 32
 # Lines of a block's system that are inverted by substitution, which takes a step for each.
 _SUBBLOCK = BLOCK // 4
 _HEADS = 8
-# Compute capabilities with 227 KB of it: Hopper, and Blackwell of data centres.
-_LARGE_SHARED_MEMORY = (9, 10)
 
 
 class ChunkTables:
@@ -118,7 +115,7 @@ class GpuDeltaNet:
         )  # fmt: skip
         programs.take_blocks[(len(chunks), heads, triton.cdiv(of.value_dim, self._value_block))](
             convolved, states.matrices, chunk_table, inverses, scores, factors, attended,
-            **self._sizes, VALUE_BLOCK=self._value_block, TOKENS=BLOCK, num_warps=8, num_stages=_stages(device),
+            **self._sizes, VALUE_BLOCK=self._value_block, TOKENS=BLOCK, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _finish(
@@ -130,13 +127,6 @@ class GpuDeltaNet:
             HEADS=of.value_heads, VALUE_DIM=of.value_dim, VALUE_BLOCK=triton.next_power_of_2(of.value_dim),
             HEAD_BLOCK=_HEADS, num_warps=4,
         )  # fmt: skip
-
-
-@functools.cache
-def _stages(device: torch.device) -> int:
-    """Return the number of blocks of a chunk in shared memory at once: two where that holds 185 KB."""
-    has_much = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _LARGE_SHARED_MEMORY
-    return 2 if has_much else 1
 
 
 def _block_of(columns: int) -> int:

@@ -359,10 +359,10 @@ def recurrent_sizes() -> list[int]:
             (HOPPER, 4, None, programs.finish_tokens, f"*fp32 {dtype} *fp32 {dtype} i32 i32 i32 fp32", ends),
         ]
         solved, taken = f"{dtype} {dtype} *fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32", f"{dtype} *fp32 *i32 {'*fp32 ' * 4}"
-        for target, stages in ((HOPPER, 2), (AMPERE, 1), (ADA, 1)):
+        for target in (HOPPER, AMPERE, ADA):
             made += [
                 (target, 4, None, programs.solve_blocks, solved, solving),
-                (target, 8, stages, programs.take_blocks, taken, taking),
+                (target, 4, 1, programs.take_blocks, taken, taking),
             ]
     sizes = []
     for target, warps, at_once, program, types, constants in made:
