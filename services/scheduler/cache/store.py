@@ -296,7 +296,7 @@ class NodeStore:
             self.use.leave(half)
         self.tree.absorb_child(node, child)
         child.joint = child.joint or node.joint
-        self.tier.absorb(node)
+        self.tier.absorb(node, child)
         self.use.enter(child)
         node.owner.nodes -= 1
         self.emit(CacheEventKind.MERGED, node)

@@ -311,8 +311,10 @@ class HostTier:
         if self.storage is not None:
             self.storage.split(node, upper)
 
-    def absorb(self, node: Node) -> None:
+    def absorb(self, node: Node, child: Node) -> None:
         self.pages.absorb(node)
+        if self.storage is not None:
+            self.storage.absorb(node, child)
 
     def rehang(self, node: Node, old: Node) -> None:
         self.ledger.rehang(node, old)

@@ -25,7 +25,7 @@ class TierObserver(Protocol):
     def split(self, node: Node, upper: Node) -> None:
         """Follow a split; `upper` is the new upper half."""
 
-    def absorb(self, node: Node) -> None:
+    def absorb(self, node: Node, child: Node) -> None:
         """Follow the joining of a node with its only child, which remains."""
 
     def rehang(self, node: Node, old: Node) -> None:
@@ -80,7 +80,7 @@ class NoTier:
     def split(self, node: Node, upper: Node) -> None:
         return
 
-    def absorb(self, node: Node) -> None:
+    def absorb(self, node: Node, child: Node) -> None:
         return
 
     def rehang(self, node: Node, old: Node) -> None:

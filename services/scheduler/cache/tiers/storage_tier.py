@@ -171,6 +171,10 @@ class StorageTier:
         """Follow a split: both halves are still to be stored."""
         self._writes.split(node, upper)
 
+    def absorb(self, node: Node, child: Node) -> None:
+        """Follow the joining of a node with its only child: both are stored if either is still to be."""
+        self._writes.absorb(node, child)
+
     def distrust(self, fingerprints: Iterable[int]) -> None:
         """Note subjects that appear to have probed shared prompts."""
         self._reads.distrust(fingerprints)
@@ -246,6 +250,12 @@ class StorageWrites:
         """Follow a split: both halves are still to be stored."""
         if node in self._noted:
             self._noted[upper] = self._noted[node]
+
+    def absorb(self, node: Node, child: Node) -> None:
+        """Follow the joining of a node with its only child: both are stored if either is still to be."""
+        if node in self._noted:
+            has_pages = self._noted.pop(node)
+            self._noted[child] = has_pages or self._noted.get(child, False)
 
     def drop(self, account: Account) -> None:
         """Drop all stored pages that the tree has as an account's own."""

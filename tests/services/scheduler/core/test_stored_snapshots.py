@@ -11,6 +11,7 @@ import pytest
 from common.types import Subject
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.keys import PagedKey, chain_hashes
+from services.scheduler.cache.sharing.merging import compress_chains
 from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.cache.tiers.stored_states import NEAR_PAGES, StateSearch
 from services.scheduler.storage_desk import Keyring
@@ -384,6 +385,29 @@ def test_a_node_that_is_split_before_it_is_stored_is_stored_whole(keyring: Path)
     assert len(server.worker.stored) == node.size + 5
     other = hybrid(keyring, objects)
     assert other.serve("warm") == 44
+
+
+@pytest.mark.parametrize(("noted", "pages"), [(["pages"], 12), (["states"], 0), (["states", "pages"], 12)])
+def test_a_node_that_is_joined_with_its_child_before_it_is_stored_is_stored(
+    keyring: Path, noted: list[str], pages: int
+) -> None:
+    """`noted`: what is still to be stored of the node and of the child, if anything is."""
+    objects: Objects = {}
+    server = hybrid(keyring, objects)
+    server.serve("cold")
+    worker, store = server.worker, server.cache.store
+    for names in (worker.stored, worker.stored_states):
+        names.clear()
+    objects.clear()
+    node = next(node for node, _ in store.tree.walk() if node.size > 6)
+    upper = store.split(node, 5)
+    for half, what in zip((upper, node), noted, strict=False):
+        (server.storage.note if what == "pages" else server.storage.note_states)(half)
+    compress_chains(store)
+    assert upper.is_dead
+    server.finish()
+    assert (len(worker.stored), len(worker.stored_states)) == (pages, len(DEPTHS))
+    assert len(objects) == pages + len(DEPTHS)
 
 
 def test_a_forgotten_subject_s_snapshot_is_dropped_also_if_its_page_remains_as_others_have_it(keyring: Path) -> None:
