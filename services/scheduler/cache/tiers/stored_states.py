@@ -5,7 +5,8 @@ owner. So it can be named only by views that may see it, and becomes unreadable 
 
 Nothing lists which depths of a prompt have one. A request's search therefore asks storage which of the names of its
 prompt exist, deepest first, before it reads pages: those after the deepest snapshot would be of no use. Before that,
-one page is read, as for other models, so that a prompt that is not stored takes no search.
+one page is read, as for other models, so that a prompt that is not stored takes no search. If the last turn is long,
+the one before it ended far before the end of the prompt, but often soon after the deepest regular snapshot there is.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
     from services.scheduler.cache.types import Scope
 
 # So many pages before the end of a prompt, a snapshot is searched for after each page, as a turn may have ended there;
-# before them only at regular depths. A name takes 2 µs and 32 bytes in each scope.
+# before them only at regular depths first, and then after each of so many pages after the deepest one that exists. A
+# name takes 2 µs and 32 bytes in each scope.
 NEAR_PAGES = 512
 # A search that was wrong, as objects are damaged or were deleted meanwhile, is repeated for earlier depths.
 MAX_SEARCHES = 3
-# Reads in turn of a request: a page, the search, the other pages, the snapshot.
+# Reads in turn of a request: a page, the search, the other pages, the snapshot. A second search is rare.
 READS = 4
 # Distinguishes the name of a snapshot from that of its page.
 _SUFFIX = b" state"
@@ -74,6 +76,9 @@ class StateSearch:
         self._end = end
         self._interval = interval
         self._searches = 0
+        # Depths to search next, as those near the end have none, and what was found before them.
+        self._gap = range(0)
+        self._earlier: tuple[int, Scope] | None = None
         self._is_open = False
         self._is_over = least > end
 
@@ -84,10 +89,16 @@ class StateSearch:
 
     def candidates(self) -> list[tuple[int, Scope]]:
         """Return the depths and names to search, best last: of equal depths the view's own name."""
-        near = max(self._least, self._end - NEAR_PAGES + 1)
         first = -(-self._least // self._interval) * self._interval
-        depths = (*range(first, near, self._interval), *range(near, self._end + 1))
+        depths: Sequence[int] = self._gap
+        if not depths:
+            depths = (*range(first, self._near, self._interval), *range(self._near, self._end + 1))
         return [(depth, scope) for depth in depths for scope in reversed(self._scopes)]
+
+    @property
+    def _near(self) -> int:
+        """The first depth from which on all are searched."""
+        return max(self._least, self._end - NEAR_PAGES + 1)
 
     def settle(self, position: int, *, has_pages: bool) -> None:
         """Choose the next step, once no pages are requested or in flight.
@@ -97,6 +108,9 @@ class StateSearch:
             has_pages: Whether pages after the first missing one may be stored.
         """
         if self._is_open or self._is_over:
+            return
+        if self._gap:
+            self.step = Step.SEARCH
             return
         if self.found is not None and position >= self.found[0]:
             self.step = Step.READ
@@ -111,15 +125,24 @@ class StateSearch:
     def begin(self) -> None:
         """Record that the transfer of `step` has begun."""
         assert self.step is not None
-        self._searches += self.step is Step.SEARCH
+        self._searches += self.step is Step.SEARCH and not self._gap
         self.step, self._is_open = None, True
 
     def end_search(self, found: tuple[int, Scope] | None) -> None:
         """Record where a search has found a snapshot."""
         self._is_open = False
+        if self._is_over:
+            return
+        if self._gap:
+            found, self._gap = found or self._earlier, range(0)
+        else:
+            after = self._least if found is None else found[0] + 1
+            self._earlier, self._gap = found, range(after, min(after + NEAR_PAGES, self._near))
+        if self._gap:
+            return
         if found is None:
             self.stop()
-        elif not self._is_over:
+        else:
             self.found, self._end = found, found[0]
 
     def end_read(self, *, has_arrived: bool) -> None:

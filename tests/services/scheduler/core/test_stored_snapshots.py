@@ -12,8 +12,9 @@ from common.types import Subject
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.sharing.merging import compress_chains
+from services.scheduler.cache.tiers import stored_states
 from services.scheduler.cache.tiers.config import PrefetchPolicy
-from services.scheduler.cache.tiers.stored_states import NEAR_PAGES, StateSearch
+from services.scheduler.cache.tiers.stored_states import NEAR_PAGES, StateSearch, Step
 from services.scheduler.storage_desk import Keyring
 from tests.fakes.storing_worker import FETCH, FIND, STORE, Objects
 from tests.services.scheduler.core.harness import make_request
@@ -314,6 +315,53 @@ def test_a_search_names_only_regular_depths_far_before_the_end_of_a_prompt() -> 
     search = StateSearch(scopes, 5, NEAR_PAGES + 100, 30)
     depths = [30, 60, 90, *range(101, NEAR_PAGES + 101)]
     assert search.candidates() == [(depth, scope) for depth in depths for scope in reversed(scopes)]
+
+
+@pytest.mark.parametrize(("earlier", "first"), [(90, 91), (None, 5)])
+def test_if_there_is_none_near_the_end_all_depths_after_the_deepest_regular_one_are_searched(
+    earlier: int | None, first: int
+) -> None:
+    found = None if earlier is None else (earlier, ("t",))
+    search = StateSearch([("t",)], 5, 3 * NEAR_PAGES, 30)
+    search.settle(5, has_pages=True)
+    search.begin()
+    search.end_search(found)
+    assert search.found is None
+    search.settle(5, has_pages=False)
+    assert search.step is Step.SEARCH
+    assert search.candidates() == [(depth, ("t",)) for depth in range(first, first + NEAR_PAGES)]
+    search.begin()
+    search.end_search(None)
+    assert search.found == found
+    assert search.is_done is (found is None)
+
+
+def test_between_the_deepest_regular_one_and_the_last_pages_depths_are_searched_once() -> None:
+    search = StateSearch([("t",)], 5, NEAR_PAGES + 100, 30)
+    search.settle(5, has_pages=True)
+    search.begin()
+    search.end_search((90, ("t",)))
+    assert [depth for depth, _ in search.candidates()] == list(range(91, 101))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_state_that_a_turn_left_is_found_if_the_next_turn_is_long(
+    keyring: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """If it is damaged, the one before it is."""
+    monkeypatch.setattr(stored_states, "NEAR_PAGES", 4)
+    objects: Objects = {}
+    server = hybrid(keyring, objects)
+    server.serve("first turn", PROMPT[:18], max_tokens=4)
+    answer = server.harness.outputs["first turn", 0]
+    depths = sorted({depth_of(objects, name) for name in states_of(server, objects)})
+    assert depths == [3, 4, 5]
+    for name in states_of(server, objects):
+        if depth_of(objects, name) in depths[len(depths) - lost :]:
+            objects[name] = b"another key", objects[name][1]
+    turn = [*PROMPT[:18], *answer, *range(300, 340)]
+    other = hybrid(keyring, objects)
+    assert other.serve("second turn", turn) == depths[-1 - lost] * PAGE_SIZE
 
 
 def test_without_slots_on_the_host_nothing_is_looked_up(keyring: Path) -> None:
