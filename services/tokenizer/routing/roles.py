@@ -8,6 +8,8 @@ settings; it then gets one.
 
 A group that is not seen for a moment, as its scheduler or the network is slow, is missing: nothing is decided without
 it, and what was known of it still counts once it is back. Only if it is missing for longer have the groups changed.
+A group that is gone and back again and again, as its scheduler fails soon after each start, counts as gone until it
+stays; otherwise nothing would ever be decided.
 
 Any number of tokenizers may decide at the same time. Each takes the generating group with the last name, but never the
 first one that it sees, and the prefill group with the first name, but never the last one that it sees. So tokenizers
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 # Time constant of the averages of loads, as a part of the time for which nothing is decided after a change. A group is
 # gone if it is missing for as long, since they say little of its load by then.
 AVERAGED_PART = 1 / 3
+# A group that has come back so many times, and never stayed for the time for which nothing is decided, is left out
+# until it has. Its returns are forgotten if it is gone for so many times that time.
+MOST_RETURNS, REMEMBERED_PARTS = 3, 4
 # Requests may wait so long for a row or for room in a step, in seconds, before groups count as short.
 MOST_WAIT_S = 0.5
 # Prefill groups compute prompts, and rows or pages of generating groups are taken, for more than this share: short.
@@ -92,6 +97,31 @@ class _Averages:
         self.waited_s += weight * (group.signals.waited_s - self.waited_s)
 
 
+@dataclass(slots=True)
+class _Presence:
+    """A group that is seen or has been; `missed_at`: the first look that did not find it, None while it is seen.
+
+    `returns`: how often it has come back, `since` the last time, without staying.
+    """
+
+    since: float
+    missed_at: float | None = None
+    is_gone: bool = False
+    returns: int = 0
+
+    def note(self, now: float, settle_s: float, *, is_seen: bool) -> None:
+        """Record a look."""
+        if not is_seen:
+            self.missed_at = now if self.missed_at is None else self.missed_at
+            self.is_gone = now - self.missed_at >= AVERAGED_PART * settle_s
+            return
+        if self.is_gone:
+            self.returns, self.since = self.returns + 1, now
+        elif now - self.since >= settle_s:
+            self.returns = 0
+        self.missed_at, self.is_gone = None, False
+
+
 @dataclass(frozen=True, slots=True)
 class _Side:
     """The groups of one side that the load may change: how many there are, and the means of their averages."""
@@ -119,17 +149,19 @@ class RoleController:
 
     settle_s: float
     _averages: dict[str, _Averages] = field(default_factory=dict)
+    # Of all groups, also of those that are left out.
+    _presences: dict[str, _Presence] = field(default_factory=dict)
     # Of all groups that do not change, missing ones included.
     _roles: dict[str, GroupRole] = field(default_factory=dict)
-    # Groups that are missing, with the time of the first look that did not find them.
-    _missed_at: dict[str, float] = field(default_factory=dict)
     _decides_from: float = -math.inf
 
     def decide(self, groups: Iterable[ObservedGroup], now: float) -> list[RoleChange]:
         """Return the changes that the loads ask for; call it about once per second, with `now` in seconds."""
-        known = sorted(groups, key=lambda group: group.name)
+        seen = sorted(groups, key=lambda group: group.name)
+        self._note_looks({group.name for group in seen}, now)
+        known = [group for group in seen if self._presences[group.name].returns < MOST_RETURNS]
         self._note(known, now)
-        if now < self._decides_from or self._missed_at or any(group.is_changing for group in known):
+        if now < self._decides_from or self._missing() or any(group.is_changing for group in known):
             return []
         prefill = [each for each in known if each.role is GroupRole.PREFILL]
         changes = self._changes(prefill, [each for each in known if each.role is not GroupRole.PREFILL])
@@ -175,11 +207,23 @@ class RoleController:
             sum(each.waited_s for each in known) / count,
         )
 
+    def _note_looks(self, seen: Collection[str], now: float) -> None:
+        """Note which groups are there, and forget those that have been gone for long."""
+        for name in seen:
+            self._presences.setdefault(name, _Presence(now))
+        for name, presence in list(self._presences.items()):
+            presence.note(now, self.settle_s, is_seen=name in seen)
+            missed_at = presence.missed_at
+            is_old = missed_at is not None and now - missed_at >= REMEMBERED_PARTS * self.settle_s
+            # Otherwise it is still to be forgotten as one that was there.
+            if is_old and name not in self._roles:
+                del self._presences[name]
+
     def _note(self, groups: Sequence[ObservedGroup], now: float) -> None:
         """Average the loads, and note whether groups or roles have changed."""
-        self._note_missing({group.name for group in groups}, now)
+        self._forget_gone()
         roles = {group.name: group.role for group in groups if not group.is_changing}
-        roles |= {name: self._roles[name] for name in self._missed_at}
+        roles |= {name: self._roles[name] for name in self._missing()}
         if roles != self._roles:
             self._roles, self._decides_from = roles, now + self.settle_s
         known = roles.keys() | {group.name for group in groups}
@@ -187,14 +231,17 @@ class RoleController:
         for group in groups:
             self._averages[group.name].add(group, now, AVERAGED_PART * self.settle_s)
 
-    def _note_missing(self, seen: Collection[str], now: float) -> None:
-        """Note the groups that are missing, and forget those that have been for too long."""
-        self._missed_at = {name: self._missed_at.get(name, now) for name in self._roles if name not in seen}
-        for name, since in list(self._missed_at.items()):
-            if now - since >= AVERAGED_PART * self.settle_s:
+    def _forget_gone(self) -> None:
+        """Forget the groups that have been missing for too long."""
+        for name in self._missing():
+            presence = self._presences[name]
+            if presence.is_gone and presence.missed_at is not None:
                 # The others' loads have been without it since then.
-                self._decides_from = max(self._decides_from, since + self.settle_s)
-                del self._missed_at[name], self._roles[name]
+                self._decides_from = max(self._decides_from, presence.missed_at + self.settle_s)
+                del self._roles[name]
+
+    def _missing(self) -> list[str]:
+        return [name for name in self._roles if self._presences[name].missed_at is not None]
 
 
 def _restored(prefill: Sequence[ObservedGroup], generating: Sequence[ObservedGroup]) -> list[RoleChange]:

@@ -148,6 +148,52 @@ def test_nothing_is_decided_while_a_group_is_missing_and_once_it_is_gone_only_af
     assert decided_at(lambda second: others if 12 <= second < 18 else groups, 40) == [33]
 
 
+@pytest.mark.parametrize("unsteady", [LONG_QUEUES[0], EMPTY[-1]], ids=["prefill", "decode"])
+def test_a_group_that_comes_and_goes_again_and_again_counts_as_gone_from_its_third_return_on(
+    unsteady: ObservedGroup,
+) -> None:
+    """It is there for two seconds of ten, as a scheduler that fails whenever it has started."""
+    groups = [*LONG_QUEUES, *EMPTY]
+    others = [each for each in groups if each is not unsteady]
+    at = decided_at(lambda second: groups if second % 10 < 2 else others, 100)
+    # The second return ends at 22.
+    assert at[:2] == [37, 52]
+
+
+def test_a_group_that_came_and_went_counts_again_once_it_has_stayed() -> None:
+    others, last = [*LONG_QUEUES, *EMPTY[:-1]], EMPTY[-1]
+    controller, changed = RoleController(SETTLE_S), []
+    for second in range(120):
+        groups = [*others, last] if second % 10 < 2 or second >= 50 else others
+        changed += [(second, change.name) for change in controller.decide(groups, float(second))]
+    # It is there from 50 on, counts after 15 s, and loads are averaged with it for as long.
+    assert changed == [(37, "c"), (52, "c"), (80, "d"), (95, "d"), (110, "d")]
+
+
+def test_a_group_that_is_seldom_restarted_postpones_changes_each_time() -> None:
+    groups, others = [*LONG_QUEUES, *EMPTY], [*LONG_QUEUES, *EMPTY[:-1]]
+    # Away for six seconds of thirty.
+    assert decided_at(lambda second: others if 0 <= second % 30 - 20 < 6 else groups, 140) == [15, 41, 71, 101, 131]
+
+
+def test_returns_of_a_group_are_forgotten_if_it_is_gone_for_long() -> None:
+    others, last = [*LONG_QUEUES, *EMPTY[:-1]], EMPTY[-1]
+    controller, changed = RoleController(SETTLE_S), []
+    for second in range(130):
+        groups = [*others, last] if (second < 40 and second % 10 < 2) or second >= 110 else others
+        changed += [(second, change.name) for change in controller.decide(groups, float(second))]
+    assert changed[-2:] == [(97, "c"), (125, "d")]
+
+
+def test_groups_may_come_and_go_between_looks_that_are_far_apart() -> None:
+    controller, changed = RoleController(1.0), []
+    for look in range(40):
+        groups = [*LONG_QUEUES, *EMPTY[: 4 - look % 3 % 2]]
+        changed += controller.decide(groups, 100.0 * look)
+    assert len(changed) > 10
+    assert {change.name for change in changed} <= {"c", "d"}
+
+
 def test_nothing_is_decided_by_what_a_group_did_before_it_was_missing() -> None:
     before, after = [*LONG_QUEUES, *EMPTY[:2]], [*LONG_QUEUES, *FULL[:2]]
 
