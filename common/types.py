@@ -210,7 +210,7 @@ class GroupRole(Enum):
 
 
 # Output for which a group should have room when a request comes to it, unless the request may generate less. Answers of
-# chats are rarely longer (docs/benchmarks.md), and a request's maximum is mostly far above what it generates.
+# chats are rarely longer, and a request's maximum is mostly far above what it generates.
 EXPECTED_OUTPUT_TOKENS = 512
 
 

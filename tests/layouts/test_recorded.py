@@ -13,7 +13,7 @@ from tests.layouts.arrangements import ARRANGEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = read_results(ROOT / "deploy" / "evaluation" / "results" / "layouts.json")
 COUNTS = ("requests", "kills", "differences", "ties")
-TEXT = (ROOT / "docs" / "benchmarks.md").read_text()
+TEXT = (ROOT / "docs" / "benchmarks" / "scaling.md").read_text()
 SUMMARY = (ROOT / "docs" / "scaling.md").read_text()
 
 

@@ -47,7 +47,7 @@ ROW_LOAD = 64.0
 # Limits within which a layout serves: time to the first token, and between tokens, for 99 of 100.
 MOST_TTFT_S, MOST_ITL_S = 2.0, 0.05
 SIMULATED_S, WARM_UP_S = 28.0, 12.0
-# Processor time of a gateway for a streamed token, by `pando bench control-plane` (docs/benchmarks.md).
+# Processor time of a gateway for a streamed token, by `pando bench control-plane` (docs/benchmarks/services.md).
 GATEWAY_TOKEN_S = 12.6e-6
 # Layouts are compared at this share of the most that groups that do both serve.
 COMMON_LOAD = 0.8
