@@ -148,6 +148,7 @@ class LoadBack:
         has_tail = lacks_images and self.host.states is None and sequence.has_image_tail(self._page_size)
         sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, place, has_tail=has_tail)
         if sequence.remote is not None:
+            sequence.remote.lookup = sequence.fetch
             self._remote[sequence.handle] = sequence
             self._asked_peer_at, self._skipped_peers = sequence.arrived_at, 0
             sequence.waits_for = Wait.LOAD

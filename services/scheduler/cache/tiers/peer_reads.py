@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
     from services.scheduler.cache.tiers.state_copies import StateCopies
+    from services.scheduler.cache.tiers.storage_reads import Fetch
     from services.scheduler.cache.tree import PrefixMatch
     from services.scheduler.cache.types import Scope
 
@@ -107,6 +108,8 @@ class PeerFetch:
     # Tokens that the peer found in its cache.
     found_tokens: int = 0
     needs_states: bool = False
+    # The request's lookup in storage; see `_waits_for_storage`.
+    lookup: Fetch | None = None
     # The peer's slot for the states after the offered pages, until it is requested.
     snapshot: SnapshotSlot | None = None
     has_states: bool = False
@@ -146,7 +149,16 @@ class PeerFetch:
     def is_due(self) -> bool:
         """Whether offered pages, or the states after them, can be requested now."""
         has_more = self.requested < min(len(self.offered), self.end) or self.snapshot is not None
-        return not self.is_transferring and has_more
+        return not self.is_transferring and not self._waits_for_storage and has_more
+
+    @property
+    def _waits_for_storage(self) -> bool:
+        """Whether pages are left with the peer for now.
+
+        If it fails later, they are of no use without states, and pages from storage have no place below those of the
+        device.
+        """
+        return self.needs_states and not self.is_complete and self.lookup is not None and not self.lookup.is_done
 
     @property
     def holds_place(self) -> bool:

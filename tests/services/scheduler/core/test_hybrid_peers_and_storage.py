@@ -192,17 +192,11 @@ def test_the_rest_from_the_peer_is_not_awaited_once_storage_has_brought_the_prom
     parts = roles.compute(fetch)
     next(parts)
     harness = roles.decode.harness
-    # The first pages are on their way to the device while storage brings all to the host.
-    while not roles.decode.storage.fetched_snapshots:
-        harness.plan()
-        others = [one for one, opened in harness.worker.open.items() if opened.transfer.peer is None]
-        assert len(others) < len(harness.worker.open)
-        for transfer_id in others:
-            harness.complete(transfer_id, 0)
-        harness.result()
     harness.run()
     assert fetch.is_done
-    assert roles.read
+    assert roles.decode.storage.fetched_snapshots == 1
+    # The first pages were left with the peer while storage brought all to the host.
+    assert roles.read == []
     for _ in parts:
         harness.run()
     assert roles.finish("one") == WHOLE_PAGES * PAGE_SIZE
@@ -267,6 +261,61 @@ def test_without_peer_and_storage_the_prompt_is_computed(keyring: Path) -> None:
     roles.decode.finish()
     assert roles.finish("one") == 0
     assert roles.prefilled == len(PROMPT)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_storage_has_is_used_if_the_peer_fails_after_it_has_offered_pages_first(keyring: Path, parts: int) -> None:
+    roles = Roles(keyring, storage_with(keyring, len(PROMPT)))
+    fetch = roles.expect("one")
+    offers = roles.compute(fetch)
+    for _ in range(parts):
+        next(offers)
+    # Storage answers to nothing meanwhile.
+    for _ in range(4):
+        roles.decode.harness.plan()
+        for transfer_id, opened in list(roles.decode.worker.open.items()):
+            if opened.transfer.direction.is_from_peer:
+                roles.decode.harness.complete(transfer_id, 0)
+        roles.decode.harness.result()
+    assert roles.read == []
+    fetch.stop()
+    roles.decode.finish()
+    assert [*offers] == [None] * (3 - parts)
+    assert roles.finish("one") == WHOLE_PAGES * PAGE_SIZE
+
+
+@pytest.mark.parametrize("stored", [0, 24])
+def test_once_storage_has_brought_what_it_has_the_first_pages_come_before_the_prompt_is_computed(
+    keyring: Path, stored: int
+) -> None:
+    roles = Roles(keyring, storage_with(keyring, stored))
+    fetch = roles.expect("one")
+    offers = roles.compute(fetch)
+    next(offers)
+    roles.decode.harness.run()
+    assert not fetch.is_complete
+    assert roles.read == list(range(WHOLE_PAGES // 2))
+    for _ in offers:
+        roles.decode.harness.run()
+    roles.finish("one")
+    assert fetch.has_arrived
+
+
+def test_once_the_peer_has_computed_the_prompt_nothing_waits_for_storage(keyring: Path) -> None:
+    roles = Roles(keyring, storage_with(keyring, len(PROMPT)))
+    fetch = roles.expect("one")
+    offers = roles.compute(fetch)
+    for _ in range(3):
+        next(offers)
+        for _ in range(2):
+            roles.decode.harness.plan()
+            roles.decode.harness.result()
+        reads = [each.transfer.direction.is_from_peer for each in roles.decode.worker.open.values()]
+        assert reads == ([False, True] if fetch.is_complete else [False])
+    for _ in offers:
+        pass
+    roles.finish("one")
+    assert fetch.has_arrived
 
 
 def test_another_users_stored_states_are_found_by_neither_group(keyring: Path) -> None:
