@@ -232,7 +232,7 @@ class _Run:
             choices = facts["given"].get("sharing", {})
             self._sharing.update((tenant, Sharing(choice)) for tenant, choice in choices.items())
             operation(facts["given"])
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError, OverflowError) as error:
             # The logged operation is impossible in this state.
             failure: Facts = {"given": facts.get("given"), "outcome": {"error": repr(error)}, "events": []}
             return Difference(at, number, facts, failure)
@@ -350,7 +350,10 @@ def _open(facts: Facts, at: int) -> _Run:
 
 
 def _int32(values: Any) -> TokenIds:  # JSON's own types
-    return np.array(values, np.int32)
+    array = np.array(values, np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"no list of numbers: {values!r}")
+    return array
 
 
 def _view(given: Facts) -> View:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
+import pytest
 from hypothesis.stateful import invariant, rule
 
 from services.scheduler.cache.debug.recorded import RecordedCache
@@ -20,6 +21,7 @@ from tests.services.scheduler.core.test_row_snapshots import SnapshotMachine
 from tests.services.scheduler.core.test_stored_snapshot_properties import StoredSnapshotMachine
 
 if TYPE_CHECKING:
+    from services.scheduler.cache.debug.replay import ReplayResult
     from services.scheduler.cache.tiers.config import HostConfig, StorageConfig
 
 PROMPT = list(range(10, 31))
@@ -40,13 +42,16 @@ class Recording:
         harness.core = SchedulerCore(harness.config, allocator, harness.cache, QueueOrder(Arrival()))
 
     def check(self, host: HostConfig | None = None, storage: StorageConfig | None = None) -> None:
-        """Replay the log of a cache with these tiers."""
+        """Replay the log of a cache with these tiers, which comes out the same."""
+        report = self.replay(host, storage)
+        assert report.difference is None
+        assert report.operations == len(self.lines)
+
+    def replay(self, host: HostConfig | None = None, storage: StorageConfig | None = None) -> ReplayResult:
         cache = self.cache
         pages = cache.store.allocator.capacity
         header = encode_header(cache.config.mode.value, cache.page_size, pages, cache.config, host, storage)
-        report = replay([header, *self.lines])
-        assert report.difference is None
-        assert report.operations == len(self.lines)
+        return replay([header, *self.lines])
 
     @property
     def operations(self) -> list[str]:
@@ -89,6 +94,24 @@ def test_pins_and_leases_of_snapshots_come_out_the_same_also_once_others_took_th
     named = {"pin_snapshot", "lend_snapshot", "take_back_snapshot", "unpin_snapshot", "repair_slots"}
     assert named <= set(recording.operations)
     recording.check()
+
+
+@pytest.mark.parametrize("pages", [1, [10**12]])
+def test_a_line_whose_pages_were_damaged_is_where_the_replay_differs(pages: object) -> None:
+    harness = Harness(pages=40, cache="user_aware", snapshots=4, interval=2, rules=PLAIN)
+    recording = Recording(harness)
+    serve(harness, "first", PROMPT)
+    lock = harness.core.memory.pin(
+        make_request("next", PROMPT).view, np.array(PROMPT, np.int32), priority=0, session=None
+    )
+    assert lock is not None
+    at = recording.operations.index("pin_snapshot")
+    line = orjson.loads(recording.lines[at])
+    line["given"]["pages"] = pages
+    recording.lines[at] = orjson.dumps(line)
+    difference = recording.replay().difference
+    assert difference is not None
+    assert difference.operation == at + 1
 
 
 class RecordedMachine(SnapshotMachine):
