@@ -35,7 +35,7 @@ def available_memory() -> int:
     available = int(psutil.virtual_memory().available)
     limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
+        available = min(available, max(0, int(limit) - int(used) + _reclaimable()))
     return available
 
 
@@ -69,6 +69,12 @@ def _siblings(cpu: int) -> str:
 def _cpu_quota() -> float | None:
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _reclaimable() -> int:
+    """Return bytes of files that the control group has cached and not used lately; they count as used by it."""
+    statistics = dict(line.split(maxsplit=1) for line in _read(_CGROUP / "memory.stat").splitlines())
+    return int(statistics.get("inactive_file", 0))
 
 
 def _read(path: Path) -> str:

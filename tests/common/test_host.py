@@ -49,14 +49,16 @@ def test_a_quota_of_processor_time_limits_the_cores(system: Path, quota: str, co
     assert host.available_cores() == cores
 
 
-def test_available_memory_is_the_unused_part_of_a_memory_limit(system: Path) -> None:
+def test_available_memory_is_the_part_of_a_limit_that_is_unused_or_reclaimable(system: Path) -> None:
     unlimited = host.available_memory()
     assert unlimited > 0
     (system / "cgroup" / "memory.max").write_text("3000\n")
     (system / "cgroup" / "memory.current").write_text("1000\n")
     assert host.available_memory() == 2000
+    (system / "cgroup" / "memory.stat").write_text("anon 300\nactive_file 200\ninactive_file 500\n")
+    assert host.available_memory() == 2500
     (system / "cgroup" / "memory.max").write_text("max\n")
-    assert host.available_memory() > 2000
+    assert host.available_memory() > 2500
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
