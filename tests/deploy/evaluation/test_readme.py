@@ -35,6 +35,17 @@ def test_each_result_file_names_the_document_that_discusses_it() -> None:
     assert [name for documents in named for name in documents if not (FOLDER / name).is_file()] == []
 
 
+def test_documents_of_benchmarks_name_the_result_files_that_they_discuss() -> None:
+    discussed = [
+        (name, document)
+        for row in ROWS
+        for name in result_files(row[2])
+        for document in re.findall(r"\]\(([^)]+/docs/benchmarks/\w+\.md)\)", row[5])
+    ]
+    assert len(discussed) > 20
+    assert [pair for pair in discussed if pair[0] not in (FOLDER / pair[1]).read_text()] == []
+
+
 def test_each_plot_is_linked() -> None:
     linked = re.findall(r"\]\((results/[^)]+\.svg)\)", TEXT)
     assert len(linked) > 0
