@@ -80,7 +80,7 @@ QUESTION = {"model": "smollm2-135m-instruct", "prompt": "The capital of France i
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """What one deployment has used when it has answered for the first time."""
+    """Time, processor time and memory of a deployment until its first answer."""
 
     wall_s: float
     processor_s: float

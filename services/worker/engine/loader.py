@@ -219,7 +219,7 @@ class DecoderLoader:
 
 
 def _form(decoder: LoadedDecoder, pool: KvPool) -> PageForm | None:
-    """Return how other ranks find their heads in this one's pages; None: they cannot."""
+    """Return the form by which other ranks find their heads in this one's pages, or None if they cannot."""
     rank = decoder.rank
     if not are_cut_alike(rank.kinds):
         return None

@@ -1,4 +1,4 @@
-"""What a rank says of the model that it has loaded: capacity, and digests of all that KV and embeddings depend on."""
+"""Capacity of a loaded model, and digests of all that its KV and embeddings depend on, as a rank reports them."""
 
 from __future__ import annotations
 

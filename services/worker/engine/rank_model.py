@@ -126,7 +126,7 @@ class RankModel:
 
     @property
     def memory(self) -> DecoderMemory:
-        """What the layers keep of each row."""
+        """The memory of each row in the layers."""
         return DecoderMemory(
             self.spec, self.config, self.layers, self.shapes, len(self.shard.state_heads or ()), self.device,
             self.kv_dtype, self.activation_dtype, self.is_captured, self.kv_scales,
