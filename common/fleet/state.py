@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import ConfigurationError, UnavailableError
 from common.fleet.names import FleetKeys
+from common.lua_scripts import LuaScript
 from common.section import read_secret
 
 if TYPE_CHECKING:
@@ -96,9 +96,8 @@ class FleetState:
         self._redis = redis
         self._timeout_s = timeout_s
         self._root = root
-        scripts = resources.files("common.fleet")
-        self._evidence = redis.register_script(scripts.joinpath("evidence.lua").read_text())
-        self._probing = redis.register_script(scripts.joinpath("probing.lua").read_text())
+        self._evidence = LuaScript(redis, "common.fleet", "evidence.lua")
+        self._probing = LuaScript(redis, "common.fleet", "probing.lua")
 
     async def incarnation(self) -> bytes:
         """Return an id that changes when the server has lost its data."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from functools import partial
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from common.errors import QueueFullError
 from common.logs import get_logger
+from common.lua_scripts import LuaScript
 from gateway.answer_records.records import RECORD_BYTES, RecordReading, Writing
 from gateway.answer_records.sealing import UnsealedError
 from gateway.state.server import RETRY_AFTER_MS, StateAwayError
@@ -52,8 +52,7 @@ class RedisRecords:
         self._state = state
         self._sealing = sealing
         self._common = (f"{state.prefix}:{{answers}}", state.probe_key(""), max(1, round(lifetime_s * 1000)), max_bytes)
-        script = resources.files("gateway.answer_records").joinpath("records.lua").read_text()
-        self._script = state.redis.register_script(script)
+        self._script = LuaScript(state.redis, "gateway.answer_records", "records.lua")
         self._queue: list[_Append] = []
         self._writing: asyncio.Task[None] | None = None
         self._log = get_logger("answers")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from importlib import resources
 from typing import TYPE_CHECKING, Any
+
+from common.lua_scripts import LuaScript
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +23,7 @@ class RedisDocuments:
     def __init__(self, state: StateServer) -> None:
         """Use the server of `state`."""
         self._state = state
-        script = resources.files("gateway.batches").joinpath("documents.lua").read_text()
-        self._script = state.redis.register_script(script)
+        self._script = LuaScript(state.redis, "gateway.batches", "documents.lua")
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def get(self, folder: str, name: str) -> bytes | None:

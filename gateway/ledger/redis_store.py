@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import defaultdict
-from importlib import resources
 from typing import TYPE_CHECKING, cast
 
 import orjson
 
+from common.lua_scripts import LuaScript
 from common.types import Subject
 from gateway.ledger.entries import (
     DAY_S,
@@ -50,9 +50,8 @@ class RedisLedger:
         self._lifetime_s = lifetime_s
         self._log = log
         self._prefix = f"{state.prefix}:ledger"
-        scripts = resources.files("gateway.ledger")
-        self._script = state.redis.register_script(scripts.joinpath("entries.lua").read_text())
-        self._take = state.redis.register_script(scripts.joinpath("records.lua").read_text())
+        self._script = LuaScript(state.redis, "gateway.ledger", "entries.lua")
+        self._take = LuaScript(state.redis, "gateway.ledger", "records.lua")
 
     async def write(self, entries: Sequence[LedgerEntry]) -> Sequence[tuple[str, Tokens]]:
         """Store entries, `BATCH` at a time; return the tenant and the increase of each."""

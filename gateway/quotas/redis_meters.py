@@ -8,10 +8,10 @@ import hashlib
 import itertools
 from collections import deque
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
+from common.lua_scripts import LuaScript
 from gateway.quotas.meters import BUSY_WAIT_S, ChargeKind, Level, Limit, MeterReading, Obstacle, Taking
 from gateway.state.server import StateAwayError
 
@@ -64,7 +64,7 @@ class RedisMeters:
         self._metrics = metrics
         self._clock = clock
         self._lease_s = lease_s
-        self._script = state.redis.register_script(resources.files("gateway.quotas").joinpath("meters.lua").read_text())
+        self._script = LuaScript(state.redis, "gateway.quotas", "meters.lua")
         self._numbers = itertools.count()
         self._open: dict[str, tuple[MeteredAccount, ...]] = {}
         self._settlements: deque[Settlement] = deque(maxlen=MAX_SETTLEMENTS)

@@ -7,13 +7,13 @@ import contextlib
 import hashlib
 from collections import deque
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING
 
 import orjson
 
 from common.errors import QueueFullError
 from common.logs import get_logger
+from common.lua_scripts import LuaScript
 from common.room import SharedRoom
 from common.types import Subject
 from gateway.state.server import RETRY_AFTER_MS, StateAwayError
@@ -56,8 +56,7 @@ class RedisResponses:
         self._lifetime_ms = max(1, round(lifetime_s * 1000))
         self._max_bytes = max_bytes
         self._prefix = f"{state.prefix}:{{responses}}"
-        script = resources.files("gateway.stored_responses").joinpath("responses.lua").read_text()
-        self._script = state.redis.register_script(script)
+        self._script = LuaScript(state.redis, "gateway.stored_responses", "responses.lua")
         self._waiting: deque[_Write] = deque()
         self._room = SharedRoom(MAX_WAITING_BYTES, "waiting for the shared state", RETRY_AFTER_MS)
         self._reads = SharedRoom(MAX_PENDING_READS, "reading stored responses", RETRY_AFTER_MS)
