@@ -8,7 +8,7 @@ from common.errors import UnavailableError
 from gateway.answer_records.records import Writing
 
 if TYPE_CHECKING:
-    from gateway.answer_records.records import AnswerRecords
+    from gateway.answer_records.records import AnswerRecords, RecordReading
 
 # Chunks that wait for a shared state that is away; beyond them the answer is no longer recorded.
 MAX_WAITING_CHUNKS = 1000
@@ -22,7 +22,8 @@ class Recorder:
         self.name = name
         self.owner = owner
         self._records = records
-        self._written = written
+        # Chunks that are known to be in the record.
+        self.written = written
         # Chunks that are not known to be written, because the shared state was away.
         self._waiting: list[bytes] = []
         self._is_off = False
@@ -48,6 +49,11 @@ class Recorder:
             return True
         return await self._flush() and await self._records.finish(self.name, self.owner, end)
 
+    def continues(self, reading: RecordReading) -> bool:
+        """Whether nothing but chunks of this recorder was written after the first `written` ones."""
+        new = list(reading.chunks)
+        return reading.written == self.written + len(new) and new == self._waiting[: len(new)]
+
     async def release(self, charged: int) -> None:
         """Give the record up to the next reader; see `finish`."""
         await self._records.release(self.name, self.owner, charged)
@@ -56,11 +62,11 @@ class Recorder:
         waiting = list(self._waiting)
         if not waiting:
             return True
-        outcome = await self._records.append(self.name, self.owner, self._written, waiting)
+        outcome = await self._records.append(self.name, self.owner, self.written, waiting)
         if outcome is Writing.GONE:
             self._is_off = True
             self._waiting.clear()
         elif outcome is Writing.DONE:
-            self._written += len(waiting)
+            self.written += len(waiting)
             del self._waiting[: len(waiting)]
         return outcome is not Writing.LOST

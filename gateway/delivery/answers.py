@@ -21,6 +21,7 @@ from common.logs import get_logger
 from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure
 from gateway.answer_records.recorder import Recorder
+from gateway.delivery.progress import Progress
 from gateway.generation.generation import STUCK
 from gateway.generation.generations import SHUTDOWN, original_id, renamed
 from gateway.generation.journal import number_choices, restore
@@ -110,12 +111,29 @@ class AnswerContext:
         self.followers = SharedRoom(MAX_FOLLOWERS, "following recorded answers", 1000)
         self.recorders: set[Recorder] = set()
         self._numbers = itertools.count()
+        self._owners: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("answers")
 
     def new_owner(self) -> str:
-        """Return a name of an owner that has not been used before."""
-        return f"{self.records.gateway_id}:{next(self._numbers)}"
+        """Return a name of an owner that has not been used before, for use until `forget_owner`."""
+        owner = f"{self.records.gateway_id}:{next(self._numbers)}"
+        self._owners.add(owner)
+        return owner
+
+    def forget_owner(self, owner: str) -> None:
+        """Let records that say that they have this owner be taken over."""
+        self._owners.discard(owner)
+
+    def is_owned(self, reading: RecordReading) -> bool:
+        """Whether a living reader owns the record.
+
+        Gateways know their own owners: another name of theirs is that of a reader that has ended, or that was told that
+        it did not get the record; or it is damaged.
+        """
+        if not reading.is_owned or reading.owner is None:
+            return False
+        return reading.owner in self._owners or not reading.owner.startswith(f"{self.records.gateway_id}:")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` independently of a client; its failure is logged."""
@@ -123,9 +141,9 @@ class AnswerContext:
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
 
-    def insist(self, write: Callable[[], Awaitable[object]]) -> None:
-        """Repeat `write` until the records are available, for as long as records are kept."""
-        self.spawn(self._insist(write))
+    def insist(self, write: Callable[[], Awaitable[object]], then: Callable[[], None] = lambda: None) -> None:
+        """Repeat `write` until the records are available, for as long as records are kept; call `then` at the end."""
+        self.spawn(self._insist(write, then))
 
     async def run(self) -> None:
         """Prolong the records of answers that are generated here, until cancelled."""
@@ -165,16 +183,19 @@ class AnswerContext:
         for task in self._tasks:
             task.cancel()
 
-    async def _insist(self, write: Callable[[], Awaitable[object]]) -> None:
+    async def _insist(self, write: Callable[[], Awaitable[object]], then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + self.records.lifetime_s
-        while loop.time() < until:
-            try:
-                await write()
-            except UnavailableError:
-                await asyncio.sleep(RETRY_S)
-            else:
-                return
+        try:
+            while loop.time() < until:
+                try:
+                    await write()
+                except UnavailableError:
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    return
+        finally:
+            then()
 
     def _note_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -258,10 +279,9 @@ class RecordedAnswer:
         self._follows = False
         # The owner has died: its place among the open requests of its subject is still taken.
         self._inherits = False
-        # Chunks and updates that have been read from the record, and updates that this reader has returned.
+        # Chunks that have been read from the record.
         self._chunks = 0
-        self._restored = 0
-        self._returned = 0
+        self._progress = Progress()
         # Updates that `begin` has read, for the first call of `next_updates`.
         self._early: Sequence[ChoiceUpdate] = ()
         self._failure: RequestFailure | None = None
@@ -283,7 +303,7 @@ class RecordedAnswer:
             self._follows = True
             # A refusal to take the record over is known before anything is sent.
             reading, self._early = await self._read()
-            if reading.end is None and not reading.is_owned:
+            if reading.end is None and not self._answers.is_owned(reading):
                 await self._take_over(reading)
             return []
         try:
@@ -345,13 +365,16 @@ class RecordedAnswer:
             return
         self._stand_down(cause)
         if self._has_ended:
-            return
-        if self._failure is None or self._failure in PASSING:
-            charged = self.usage.total
-            self._answers.insist(lambda: recorder.release(charged))
+            self._answers.forget_owner(recorder.owner)
+        elif self._failure is None or self._failure in PASSING:
+            self._release(recorder, self.usage.total)
         else:
             # The client has received nothing but an error: its retry is a new request.
+            self._answers.forget_owner(recorder.owner)
             self._answers.insist(lambda: self._answers.records.drop(self.name))
+
+    def _release(self, recorder: Recorder, charged: int) -> None:
+        self._answers.insist(lambda: recorder.release(charged), lambda: self._answers.forget_owner(recorder.owner))
 
     async def _finish(self, recorder: Recorder, content: dict[str, object]) -> bool:
         end = orjson.dumps(content)
@@ -362,34 +385,51 @@ class RecordedAnswer:
             return True
 
     async def _generate(self, recorder: Recorder) -> Sequence[ChoiceUpdate] | None:
-        try:
-            updates = await self._run.generation.next_updates()
-        except RequestFailedError as error:
-            self._failure = error.failure
-            raise
-        if not updates:
-            return updates
-        if not await recorder.append(encode_updates(updates)) and await self._has_lost(recorder):
-            return ()
-        self._returned += len(updates)
-        return updates
+        while True:
+            try:
+                updates = await self._run.generation.next_updates()
+            except RequestFailedError as error:
+                self._failure = error.failure
+                raise
+            if not updates:
+                return updates
+            if not await recorder.append(encode_updates(updates)) and await self._has_lost(recorder):
+                return ()
+            # Empty while the client has what the record lacked when this reader took it over.
+            if new := self._progress.news(updates):
+                return new
 
     async def _has_lost(self, recorder: Recorder) -> bool:
         """Follow the record from its beginning if it is lost: this gateway was taken for dead, or it was cancelled.
 
-        Return False unless that is certain: if the refusal was due to a damaged message, the next chunk is written.
+        Return False unless that is certain: a refusal may be due to a damaged message, and the next chunk is written.
         """
         try:
-            reading = await self._answers.records.read(self.name, self._chunks)
+            reading = await self._answers.records.read(self.name, recorder.written)
+            if reading is None or (reading.end is None and reading.owner == recorder.owner):
+                return False
+            has_new_owner = reading.end is None
+            if has_new_owner and not self._answers.is_owned(reading) and recorder.continues(reading):
+                await self._take_back(recorder, reading)
+                return False
         except UnavailableError:
             return False
-        if reading is None or (reading.end is None and reading.owner == recorder.owner):
-            return False
-        has_new_owner = reading.end is None
         self._stand_down(None, settles=not has_new_owner)
+        self._answers.forget_owner(recorder.owner)
         self.entries = number_choices([renamed(request) for request in self._requests])
-        self._chunks = self._restored = 0
+        self._chunks = 0
+        self._progress.rewind()
         return True
+
+    async def _take_back(self, recorder: Recorder, reading: RecordReading) -> None:
+        """Own a record again whose owner's name was damaged, or whose new owner has died without writing to it."""
+        owner = self._answers.new_owner()
+        is_taken = False
+        try:
+            is_taken = await self._answers.records.take(self.name, reading.owner, owner, reading.written)
+        finally:
+            former, recorder.owner = (recorder.owner, owner) if is_taken else (owner, recorder.owner)
+            self._answers.forget_owner(former)
 
     async def _follow(self) -> Sequence[ChoiceUpdate] | None:
         """Return the new updates of the record; empty also if the answer has ended or is generated here from now on."""
@@ -402,7 +442,7 @@ class RecordedAnswer:
         if reading.end is not None:
             self._has_ended = True
             return _read_end(reading.end)
-        if not reading.is_owned:
+        if not self._answers.is_owned(reading):
             try:
                 await self._take_over(reading)
             except (UnavailableError, QueueFullError):
@@ -427,26 +467,29 @@ class RecordedAnswer:
         if reading is None:
             raise RequestFailedError(GONE)
         updates = [update for chunk in reading.chunks for update in decode_updates(chunk)]
-        # After the loss of the record, the first ones have been returned already.
-        new = updates[max(self._returned - self._restored, 0) :]
         restore(self.entries, updates)
         self._chunks += len(reading.chunks)
-        self._restored += len(updates)
-        self._returned += len(new)
-        return reading, new
+        return reading, self._progress.news(updates)
 
     async def _take_over(self, reading: RecordReading) -> None:
         """Become the owner and generate the rest, unless another gateway was faster."""
         owner, records = self._answers.new_owner(), self._answers.records
         self._inherits = self._inherits or reading.owner is not None
-        if not await records.take(self.name, reading.owner, owner, self._chunks):
+        is_taken = False
+        try:
+            is_taken = await records.take(self.name, reading.owner, owner, self._chunks)
+        finally:
+            # If the answer to this call was lost, the record may say that it has this owner.
+            if not is_taken:
+                self._answers.forget_owner(owner)
+        if not is_taken:
             return
         recorder = Recorder(records, self.name, owner, self._chunks)
         try:
             kind = ChargeKind.INHERITED if self._inherits else ChargeKind.CONTINUED
             await self._run.resume(self.entries, self._cut, kind, self._created_at, reading.charged)
         except BaseException:
-            self._answers.insist(lambda: recorder.release(self._run.charged))
+            self._release(recorder, self._run.charged)
             raise
         self._recorder = recorder
         self._answers.recorders.add(recorder)

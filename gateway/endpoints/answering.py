@@ -210,11 +210,13 @@ async def _record(
         subject = plan.requests[0].view.subject
         record = NewRecord(name, claim, subject, opening.encode(), owner, plan.in_background)
         claimed = await answers.records.open(record)
-    except (UnavailableError, QueueFullError, TypeError):
-        if plan.in_background:
+    except BaseException as error:
+        answers.forget_owner(owner)
+        if plan.in_background or not isinstance(error, (UnavailableError, QueueFullError, TypeError)):
             raise
         return _plain(context, plan)
     if claimed is not None:
+        answers.forget_owner(owner)
         return await join(context, kind, claimed, NO_EVENT, opening.body)
     recorded = RecordedAnswer(
         answers,

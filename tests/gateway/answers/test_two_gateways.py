@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.deltas import Delta
 from common.types import Admission
 from gateway.answer_records.records import Writing
 from gateway.endpoints.responses.route import adopt_responses
 from gateway.ledger.entries import HOUR_S, UsageQuery
-from tests.fakes.pipeline import says
+from gateway.state.server import StateAwayError
+from tests.fakes.pipeline import STOP, says
 from tests.fakes.redis_process import temporary_redis
 from tests.gateway.answers.reading import BODY, CHAT, Seen, read
 from tests.gateway.listening import listening
@@ -21,10 +24,11 @@ from tests.gateway.support import FakedGateway, error_of, faked
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from common.requests import GenerateRequest
+    from gateway.answer_records.records import NewRecord
     from tests.fakes.pipeline import Event
     from tests.fakes.redis_process import RedisProcess
 
@@ -43,6 +47,18 @@ def stops_after(tokens: int) -> Any:
         yield from list(says(*WORDS)(request))[1 : 1 + tokens]
 
     return script
+
+
+def in_pairs(request: GenerateRequest) -> Iterable[Event]:
+    """Say `WORDS` in portions of two tokens, as drafts may, from where the request continues."""
+    resume = request.options.resume
+    first = len(resume.token_ids) if resume else 0
+    yield Admission(request.request_id, 7)
+    for number in range(first, len(WORDS), 2):
+        words = WORDS[number : number + 2]
+        is_last = number + 2 >= len(WORDS)
+        ids = tuple(range(1000 + number, 1000 + number + len(words)))
+        yield Delta(request.request_id, 0, number, ids, "".join(words), finish=STOP if is_last else None)
 
 
 def pair(
@@ -150,6 +166,105 @@ async def test_an_owner_goes_on_after_a_refusal_that_the_record_contradicts(
         assert seen.text == TEXT
         assert again.datas == seen.datas[1:], "the chunks that were refused were written later"
         assert len(first.pipeline.submitted) == 1
+        await close(first, second)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_an_owner_whose_name_arrived_damaged_goes_on(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch, *, is_away: bool
+) -> None:
+    """Also if its client has tokens that are not recorded yet."""
+    first, second = pair(redis_process.url, says(*WORDS))
+    async with working(*first.state.background, *second.state.background):
+        records = first.context.answers.records
+        open_, append, failures = records.open, records.append, 3 if is_away else 0
+
+        async def damaged(record: NewRecord) -> str | None:
+            return await open_(replace(record, owner=record.owner[:-1] + chr(ord(record.owner[-1]) ^ 8)))
+
+        async def away(*arguments: Any) -> Writing:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise StateAwayError(was_sent=False)
+            return await append(*arguments)
+
+        monkeypatch.setattr(records, "open", damaged)
+        monkeypatch.setattr(records, "append", away)
+        seen, again = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            await read(one, seen, body=BODY)
+            again.ids = [seen.ids[0]]
+            await read(two, again)
+        assert seen.text == TEXT
+        assert again.datas == seen.datas[1:]
+        assert len(first.pipeline.submitted) == 1, "nothing is generated twice"
+        assert await booked(first, second) == [(1, 7, 4, len(WORDS))]
+        await close(first, second)
+
+
+async def test_tokens_that_were_not_recorded_do_not_come_twice(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other gateway takes the answer over without them, and generates it in other portions."""
+    first, second = pair(redis_process.url, stops_after(6))
+    monkeypatch.setattr(second.pipeline, "script", in_pairs)
+    async with working(*second.state.background):
+        records = first.context.answers.records
+        append = records.append
+
+        async def away(name: str, owner: str, number: int, chunks: Sequence[bytes]) -> Writing:
+            # Two tokens are recorded, four are not.
+            if number + len(chunks) > 2 and not second.pipeline.submitted:
+                raise StateAwayError(was_sent=False)
+            return await append(name, owner, number, chunks)
+
+        monkeypatch.setattr(records, "append", away)
+        mine, others = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, mine, body=BODY))
+            await until(lambda: len(mine.ids) == 7)
+            others.ids = [mine.ids[0]]
+            await read(two, others)
+            [request] = first.pipeline.submitted
+            for event in list(says(*WORDS)(request))[7:]:
+                first.pipeline.tell(event)
+            await reading
+        assert mine.text == TEXT
+        assert others.text == TEXT
+        assert mine.usage == others.usage
+        await close(first, second)
+
+
+async def test_a_reader_owns_what_it_took_over_without_being_told(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair(redis_process.url, stops_after(4))
+    async with working(*second.state.background):
+        records = second.context.answers.records
+        take, lost = records.take, 2
+
+        async def unanswered(*arguments: Any) -> bool:
+            nonlocal lost
+            is_taken = await take(*arguments)
+            if lost:
+                lost -= 1
+                raise StateAwayError(was_sent=True)
+            return is_taken
+
+        monkeypatch.setattr(records, "take", unanswered)
+        leaving, following = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, leaving, body=BODY))
+            await until(lambda: len(leaving.ids) == 5)
+            following.ids = [leaving.ids[0]]
+            # The first call to take the record is made before anything is sent.
+            assert (await read(two, following)).status_code == 503
+            following.ids = [leaving.ids[0]]
+            assert error_of(await read(two, following), 503)
+            await read(two, following)
+            reading.cancel()
+        assert following.text == TEXT
         await close(first, second)
 
 
