@@ -24,7 +24,7 @@ from gateway.batches.files import FileBounds, Files
 from gateway.batches.object_contents import ObjectContents
 from gateway.batches.runner import BatchRunner, LineBounds
 from gateway.console.self_attack import SelfAttack, SelfAttackMetrics
-from gateway.delivery.answers import AnswerContext
+from gateway.delivery.answer_context import AnswerContext
 from gateway.endpoints.context import ClientLimits, Context
 from gateway.endpoints.responses.route import adopt_responses
 from gateway.generation.generations import Generations

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import ConfigurationError, UnavailableError
 from common.fleet.names import FleetKeys
-from common.lua_scripts import LuaScript
 from common.section import read_secret
 
 if TYPE_CHECKING:
@@ -96,6 +95,9 @@ class FleetState:
         self._redis = redis
         self._timeout_s = timeout_s
         self._root = root
+        # Services without a fleet start sooner if they do not import the client.
+        from common.lua_scripts import LuaScript
+
         self._evidence = LuaScript(redis, "common.fleet", "evidence.lua")
         self._probing = LuaScript(redis, "common.fleet", "probing.lua")
 
@@ -130,21 +132,22 @@ class FleetState:
 
         A sum is (hits, distinct marks, previous hits, previous distinct marks).
         """
-        sums: list[int] = []
+        sums: list[tuple[int, int, int, int]] = []
         for first in range(0, len(windows), _WINDOWS_A_CALL):
+            some = windows[first : first + _WINDOWS_A_CALL]
             arguments: list[bytes | int] = [group, max(1, round(1000 * epoch_s))]
-            for window in windows[first : first + _WINDOWS_A_CALL]:
+            for window in some:
                 arguments += [window.name, window.hits, len(window.marks), *window.marks]
-            sums += await self._call(self._probing(keys=[self._root], args=arguments))
-        return list(zip(*[iter(map(int, sums))] * 4, strict=True))
+            sums += await self._call(_sums(len(some), self._probing(keys=[self._root], args=arguments)))
+        return sums
 
     async def look_up(self, names: Sequence[bytes]) -> set[bytes]:
         """Return those of the prefixes `names` that are shared."""
         found: set[bytes] = set()
         for first in range(0, len(names), _NAMES_A_CALL):
             some = names[first : first + _NAMES_A_CALL]
-            values = await self._call(self._redis.mget([self._key(b"s", name) for name in some]))
-            found.update(name for name, value in zip(some, values, strict=True) if value is not None)
+            values = self._redis.mget([self._key(b"s", name) for name in some])
+            found |= await self._call(_present(some, values))
         return found
 
     async def renew(self, names: Iterable[bytes], window_ms: int) -> None:
@@ -175,8 +178,8 @@ class FleetState:
         """Return all facts after the position `after` (`START` at first), and the new position."""
         facts: list[bytes] = []
         while True:
-            answer = await self._call(self._redis.xread({f"{self._root}:facts": after}, count=_FACTS_A_CALL))
-            entries = [] if not answer else _entries(answer)
+            answer = self._redis.xread({f"{self._root}:facts": after}, count=_FACTS_A_CALL)
+            entries = await self._call(_entries(answer))
             facts.extend(fields[_FIELD] for _, fields in entries)
             after = entries[-1][0] if entries else after
             if len(entries) < _FACTS_A_CALL:
@@ -184,8 +187,7 @@ class FleetState:
 
     async def pin_names(self) -> set[bytes]:
         """Return the names of all pins."""
-        found = await self._call(self._redis.hkeys(f"{self._root}:pins"))
-        return {name for name in found if isinstance(name, bytes)}
+        return await self._call(_names(self._redis.hkeys(f"{self._root}:pins")))
 
     async def pin(self, name: bytes) -> bytes | None:
         """Return a sealed pin; None if it has been removed."""
@@ -204,7 +206,13 @@ class FleetState:
         return self._root.encode() + b":" + kind + b":" + name
 
     async def _call(self, command: Awaitable[T]) -> T:
-        from redis.exceptions import RedisError, ResponseError
+        """Return the result of `command`, which includes reading the answer.
+
+        Raises:
+            FleetRulesError: other groups have other rules.
+            FleetStateAwayError: the server answers with an error, unintelligibly or not in time.
+        """
+        from redis.exceptions import ResponseError
 
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -213,16 +221,41 @@ class FleetState:
             if str(error).startswith("RULES "):
                 raise FleetRulesError(str(error).removeprefix("RULES ")) from error
             raise FleetStateAwayError(str(error)) from error
-        except (RedisError, OSError, RuntimeError) as error:
-            # TimeoutError is an OSError. uvloop raises RuntimeError for a connection that has just been reset.
+        except Exception as error:
+            # Not only errors of the library: uvloop raises RuntimeError for a connection that has just been reset, and
+            # an answer with a flipped bit may raise anything.
             raise FleetStateAwayError(str(error) or type(error).__name__) from error
 
 
 START = b"0-0"
 
 
-def _entries(answer: object) -> list[tuple[bytes, dict[bytes, bytes]]]:
+async def _sums(count: int, call: Awaitable[Iterable[int | bytes]]) -> list[tuple[int, int, int, int]]:
+    """Return `count` sums of windows.
+
+    Raises:
+        ValueError: there is another number of them.
+    """
+    sums = list(zip(*[map(int, await call)] * 4, strict=True))
+    if len(sums) != count:
+        raise ValueError(f"{len(sums)} sums of {count} windows")
+    return sums
+
+
+async def _present(names: Sequence[bytes], call: Awaitable[Sequence[object]]) -> set[bytes]:
+    """Return those names that have a value."""
+    return {name for name, value in zip(names, await call, strict=True) if value is not None}
+
+
+async def _names(call: Awaitable[Iterable[object]]) -> set[bytes]:
+    return {name for name in await call if isinstance(name, bytes)}
+
+
+async def _entries(call: Awaitable[object]) -> list[tuple[bytes, dict[bytes, bytes]]]:
     """Return the entries of the one stream in an answer of XREAD, in either version of the protocol."""
+    answer = await call
+    if not answer:
+        return []
     if isinstance(answer, dict):
         (batches,) = answer.values()
         return [entry for batch in batches for entry in batch]

@@ -61,25 +61,31 @@ class RedisRecords:
         request = self._sealing.seal(record.name, "request", record.request)
         room = (_digest(record.subject.tenant), _digest(record.subject.name), RECORD_BYTES + len(request))
         arguments = (record.name, record.claim or "", *room, request, record.owner, int(record.in_background))
-        found = await self._call("open", *arguments, read=bytes.decode)
+
+        def opened(found: bytes) -> str:
+            if found not in (b"", b"full") and record.claim is None:
+                raise ValueError("it names a record without a claim")
+            return found.decode()
+
+        found = await self._call("open", *arguments, read=opened)
         if found == "full":
             raise QueueFullError("too many answers are recorded; try again later", retry_after_ms=RETRY_AFTER_MS)
         return found or None
 
     async def claimed(self, claim: str) -> str | None:
         key = f"{self._common[0]}:claim:{claim}"
-        found = await self._state.call(lambda redis: redis.get(key))
-        return found.decode() if isinstance(found, bytes) else None
+
+        async def name(redis: Redis) -> str | None:
+            found = await redis.get(key)
+            return found.decode() if isinstance(found, bytes) else None
+
+        return await self._state.call(name)
 
     async def request(self, name: str) -> bytes | None:
         def opened(found: bytes | None) -> bytes | None:
-            try:
-                return None if found is None else self._sealing.open(name, "request", found)
-            except UnsealedError as error:
-                self._log.error("answer.refused", reason=str(error))
-                return None
+            return None if found is None else self._sealing.open(name, "request", found)
 
-        return await self._call("request", name, read=opened)
+        return await self._unseal("request", name, read=opened)
 
     async def read(self, name: str, first: int = 0) -> RecordReading | None:
         def opened(found: list[Any] | None) -> RecordReading | None:  # Any: as records.lua says
@@ -87,20 +93,16 @@ class RedisRecords:
                 return None
             owner, end, charged, is_owned, written, chunks = found
             open_ = self._sealing.open
-            try:
-                return RecordReading(
-                    [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
-                    int(written),
-                    owner.decode() or None,
-                    bool(is_owned),
-                    open_(name, "end", end) if end else None,
-                    int(charged) if charged else None,
-                )
-            except UnsealedError as error:
-                self._log.error("answer.refused", reason=str(error))
-                return None
+            return RecordReading(
+                [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
+                int(written),
+                owner.decode() or None,
+                bool(is_owned),
+                open_(name, "end", end) if end else None,
+                int(charged) if charged else None,
+            )
 
-        return await self._call("read", name, first, read=opened)
+        return await self._unseal("read", name, first, read=opened)
 
     async def append(self, name: str, owner: str, first: int, chunks: Sequence[bytes]) -> Writing:
         sealed = [self._sealing.seal(name, str(number), chunk) for number, chunk in enumerate(chunks, first)]
@@ -147,6 +149,26 @@ class RedisRecords:
                         one.outcome.set_result(outcome)
         finally:
             self._writing = None
+
+    async def _unseal(self, operation: str, *arguments: str | int, read: Callable[[Any], T | None]) -> T | None:
+        """Return what `read` makes of a reply, None if its content cannot be trusted; it is asked for twice.
+
+        A bit that flips on the way back does not do so again.
+        """
+
+        def attempt(reply: Any) -> T | UnsealedError | None:  # Any: as the operation says
+            try:
+                return read(reply)
+            except UnsealedError as error:
+                return error
+
+        found = await self._call(operation, *arguments, read=attempt)
+        if isinstance(found, UnsealedError):
+            found = await self._call(operation, *arguments, read=attempt)
+        if isinstance(found, UnsealedError):
+            self._log.error("answer.refused", reason=str(found))
+            return None
+        return found
 
     async def _call(self, operation: str, *arguments: str | int | bytes, read: Callable[[Any], T]) -> T:
         """Run an operation of the script and `read` its reply (Any: as the operation says)."""

@@ -10,6 +10,8 @@ from common.lua_scripts import LuaScript
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from redis.asyncio import Redis
+
     from gateway.state.server import StateServer
 
 # Calls at a time: many large documents at once would take so long that the server counts as unavailable, for all
@@ -35,16 +37,24 @@ class RedisDocuments:
         if not names:
             return []
         key = self._key(folder)
+
+        async def read(redis: Redis) -> list[bytes | None]:
+            found = await redis.hmget(key, list(names))
+            return [value if isinstance(value, bytes) else None for _, value in zip(names, found, strict=True)]
+
         async with self._turns:
-            found = await self._state.call(lambda redis: redis.hmget(key, list(names)))
-        return [value if isinstance(value, bytes) else None for value in found]
+            return await self._state.call(read)
 
     async def names(self, folder: str) -> list[str]:
         """Return the names of a folder's documents, sorted."""
         key = self._key(folder)
+
+        async def read(redis: Redis) -> list[str]:
+            found: Any = await redis.hkeys(key)  # Any: the library's types are unions
+            return sorted(name.decode() for name in found)
+
         async with self._turns:
-            found: Any = await self._state.call(lambda redis: redis.hkeys(key))  # Any: the library's types are unions
-        return sorted(name.decode() for name in found)
+            return await self._state.call(read)
 
     async def put(self, folder: str, name: str, content: bytes) -> None:
         """Write a document."""

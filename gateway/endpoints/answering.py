@@ -18,7 +18,7 @@ from common.errors import InvalidRequestError, QueueFullError, UnavailableError
 from common.logs import get_logger
 from common.names import check_name
 from gateway.answer_records.records import NewRecord, claim_name, record_name
-from gateway.delivery.answers import PlainAnswer, RecordedAnswer
+from gateway.delivery.answers import PlainAnswer
 from gateway.delivery.deliveries import (
     AnswerResponse,
     BackgroundDelivery,
@@ -27,6 +27,7 @@ from gateway.delivery.deliveries import (
     WholeDelivery,
     end_at_once,
 )
+from gateway.delivery.recorded_answer import RecordedAnswer
 from gateway.endpoints.opening import Json, Opening
 from gateway.endpoints.routing import BODY, STREAMED
 from gateway.endpoints.schema import Schema, parse

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gateway.backends import Backend, Backends, ChosenModel
     from gateway.batches.batches import Batches
     from gateway.batches.files import Files
-    from gateway.delivery.answers import AnswerContext
+    from gateway.delivery.answer_context import AnswerContext
     from gateway.delivery.deliveries import PiecewiseRenderer, WholeRenderer
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.endpoints.completions.schema import CompletionBody

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import defaultdict
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -80,14 +80,13 @@ class RedisLedger:
 
             async def add(
                 _: Redis, keys: Sequence[str] = keys, values: Sequence[str | bytes | int] = values
-            ) -> list[int]:
-                return cast("list[int]", orjson.loads(await self._script(keys, values)))
+            ) -> list[Tokens]:
+                amounts = orjson.loads(await self._script(keys, values))
+                if AMOUNTS * (len(keys) - 1) != 4 * len(amounts):
+                    raise ValueError(f"{len(amounts)} amounts for {len(keys)} keys")
+                return [Tokens(*map(int, amounts[at : at + AMOUNTS])) for at in range(0, len(amounts), AMOUNTS)]
 
-            amounts = await self._state.call(add)
-            increases += [
-                (entry.subject.tenant, Tokens(*amounts[AMOUNTS * number : AMOUNTS * (number + 1)]))
-                for number, entry in enumerate(batch)
-            ]
+            increases += zip((entry.subject.tenant for entry in batch), await self._state.call(add), strict=True)
         return increases
 
     async def hours(self, query: UsageQuery) -> Sequence[HourOfUse]:
@@ -96,39 +95,42 @@ class RedisLedger:
         for day in range(query.start, query.end, DAY_S):
             starts = range(day, min(day + DAY_S, query.end), HOUR_S)
 
-            async def read(redis: Redis, starts: range = starts) -> list[dict[bytes, bytes]]:
+            async def read(redis: Redis, starts: range = starts) -> list[HourOfUse]:
                 async with redis.pipeline(transaction=False) as pipeline:
                     for hour in starts:
                         pipeline.hgetall(self._hour_key(hour))
                         pipeline.hgetall(self._old_hour_key(hour))
-                    return await pipeline.execute()
+                    answers = await pipeline.execute()
+                hours = [hour for hour in starts for _ in range(2)]
+                return [use for hour, sums in zip(hours, answers, strict=True) for use in _uses(hour, sums, query)]
 
-            answers = await self._state.call(read)
-            for number, hour in enumerate(starts):
-                found += _uses(hour, answers[2 * number], query) + _uses(hour, answers[2 * number + 1], query)
+            found += await self._state.call(read)
         return found
 
     async def spent(self, tenant: str, subject: str | None, since: int) -> int:
         """Return the tokens of a subject, or of a whole tenant, since the start of a day; 31 days at most."""
         field = orjson.dumps([tenant] if subject is None else [tenant, subject])
 
-        async def read(redis: Redis) -> list[bytes | None]:
+        async def read(redis: Redis) -> int:
             async with redis.pipeline(transaction=False) as pipeline:
                 for day in range(since, since + 31 * DAY_S, DAY_S):
                     pipeline.hget(self._day_key(day), field)
-                return await pipeline.execute()
+                return sum(int(tokens) for tokens in await pipeline.execute() if tokens is not None)
 
-        return sum(int(tokens) for tokens in await self._state.call(read) if tokens is not None)
+        return await self._state.call(read)
 
     async def take_records(self, now: int) -> UsageRecords:
         """Return the log's oldest records, after moving what is due to them."""
         keys = [self._log_key("due"), self._log_key("records"), self._log_key("last"), f"{self._prefix}:name"]
         values: list[str | int] = [now, MOST_RECORDS, secrets.token_hex(8), AMOUNTS]
-        ledger, *found = await self._state.call(lambda _: self._take(keys, values))
-        width = 3 + AMOUNTS
-        return UsageRecords(
-            ledger.decode(), [_record(*found[first : first + width]) for first in range(0, len(found), width)]
-        )
+
+        async def take(_: Redis) -> UsageRecords:
+            ledger, *found = await self._take(keys, values)
+            width = 3 + AMOUNTS
+            records = [_record(*found[first : first + width]) for first in range(0, len(found), width)]
+            return UsageRecords(ledger.decode(), records)
+
+        return await self._state.call(take)
 
     async def forget_records(self, last: int) -> None:
         """Drop the records up to the number `last`."""

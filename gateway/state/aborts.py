@@ -124,7 +124,7 @@ class SharedAborts:
         }
         message = self._signatures.seal(content)
         try:
-            receivers = await self._state.call(lambda redis: redis.publish(self._channel, message))
+            receivers = await self._state.call(lambda redis: _publish(redis, self._channel, message))
             return await self._collect(reports, receivers)
         except StateAwayError:
             if found and request_id is not None:
@@ -179,8 +179,12 @@ class SharedAborts:
 
     async def _gateways(self) -> int:
         """Return the number of subscribed gateways."""
-        [(_, count)] = await self._state.call(lambda redis: redis.pubsub_numsub(self._channel))
-        return int(count)
+
+        async def count(redis: Redis) -> int:
+            [(_, receivers)] = await redis.pubsub_numsub(self._channel)
+            return int(receivers)
+
+        return await self._state.call(count)
 
     async def _collect(self, reports: str, receivers: int) -> int:
         """Sum up the reports of `receivers` gateways that arrive within REPORTS_WITHIN_S."""
@@ -188,16 +192,21 @@ class SharedAborts:
         until, found = loop.time() + REPORTS_WITHIN_S, 0
         while receivers > 0 and loop.time() < until:
             received = await self._state.call(partial(_take_reports, reports, receivers))
-            found += sum(map(int, received))
+            found += sum(received)
             receivers -= len(received)
             if receivers:
                 await asyncio.sleep(0.01)
         return found
 
 
-async def _take_reports(reports: str, count: int, redis: Redis) -> list[bytes]:
+async def _publish(redis: Redis, channel: str, message: bytes) -> int:
+    """Publish a message; return the number of receivers."""
+    return int(await redis.publish(channel, message))
+
+
+async def _take_reports(reports: str, count: int, redis: Redis) -> list[int]:
     # The stubs also allow a single value, which Redis returns only for calls without a count.
-    return cast("list[bytes] | None", await redis.lpop(reports, count)) or []
+    return [int(each) for each in cast("list[bytes] | None", await redis.lpop(reports, count)) or []]
 
 
 def may_end(caller: Caller) -> Callable[[View], bool]:

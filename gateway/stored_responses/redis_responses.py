@@ -22,6 +22,8 @@ from gateway.stored_responses.store import decode, size_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from redis.asyncio import Redis
+
     from gateway.state.server import StateServer
     from gateway.stored_responses.store import ResponseOwner, StoredResponse
 
@@ -100,15 +102,19 @@ class RedisResponses:
             QueueFullError: too many other reads wait.
         """
         key = f"{self._prefix}:item:{_digest(holder.tenant, holder.credential)}:{_digest(response_id)}"
+
+        async def read(redis: Redis) -> StoredResponse | None:
+            found = await redis.hmget(key, ["user", "response", "messages", "input"])
+            parts = [part for part in found if isinstance(part, bytes)]
+            if len(parts) < len(found):
+                return None
+            user, response, messages, given = parts
+            if holder.user is not None and user != _user(holder).encode():
+                return None
+            return decode(response, messages, given)
+
         async with self._turn_to_read(holder):
-            found = await self._state.call(lambda redis: redis.hmget(key, ["user", "response", "messages", "input"]))
-        parts = [part for part in found if isinstance(part, bytes)]
-        if len(parts) < len(found):
-            return None
-        user, response, messages, given = parts
-        if holder.user is not None and user != _user(holder).encode():
-            return None
-        return decode(response, messages, given)
+            return await self._state.call(read)
 
     async def delete(self, holder: ResponseOwner, response_id: str) -> bool:
         """Delete a response of `holder`; return whether it existed.

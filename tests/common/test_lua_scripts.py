@@ -14,6 +14,9 @@ from tests.fakes.redis_process import temporary_redis
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+# Of a call that returns an empty list.
+ARGUMENTS: list[str | int] = ["orphans", "p", "a", 1000, 1000]
+
 
 @pytest.fixture
 async def redis() -> AsyncIterator[Redis]:
@@ -35,26 +38,24 @@ def damage_uploads(client: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 async def test_a_script_that_arrived_damaged_is_not_run(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     script = LuaScript(redis, "gateway.answer_records", "records.lua")
-    arguments = ["orphans", "p", "a", 1000, 1000]
     damage_uploads(redis, monkeypatch, "execute_command")
     for _ in range(2):
         with pytest.raises(DamagedScriptError, match="damaged script"):
-            await script(args=arguments)
+            await script(args=ARGUMENTS)
     with pytest.raises(NoScriptError):
-        await redis.evalsha(script.sha, 0, *arguments)
+        await redis.evalsha(script.sha, 0, *ARGUMENTS)
     monkeypatch.undo()
-    assert await script(args=arguments) == []
+    assert await script(args=ARGUMENTS) == []
 
 
 async def test_a_pipeline_does_not_run_it_either(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     script = LuaScript(redis, "gateway.answer_records", "records.lua")
-    arguments = ["orphans", "p", "a", 1000, 1000]
     async with redis.pipeline(transaction=False) as pipeline:
         damage_uploads(pipeline, monkeypatch, "immediate_execute_command")
-        await script(args=arguments, client=pipeline)
+        await script(args=ARGUMENTS, client=pipeline)
         with pytest.raises(DamagedScriptError, match="damaged script"):
             await pipeline.execute()
         monkeypatch.undo()
-        await pipeline.reset()
-        await script(args=arguments, client=pipeline)
+    async with redis.pipeline(transaction=False) as pipeline:
+        await script(args=ARGUMENTS, client=pipeline)
         assert await pipeline.execute() == [[]]

@@ -15,7 +15,7 @@ from gateway.app import create_app
 from gateway.assembly import MAX_OPEN_BATCHES, build_files, build_identity, build_images, build_quotas, limits
 from gateway.backends import Backend, Backends, ServedModel
 from gateway.batches.batches import Batches
-from gateway.delivery.answers import AnswerContext
+from gateway.delivery.answer_context import AnswerContext
 from gateway.endpoints.context import Context
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy

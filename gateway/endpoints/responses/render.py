@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 from common.errors import RequestFailedError
-from gateway.delivery.answers import CANCELLED
 from gateway.delivery.collecting import FINISH_REASONS
+from gateway.delivery.recorded_answer import CANCELLED
 from gateway.endpoints.blocks import Block, BlockKind, BlockWriter, Closed, Grown, Opened
 from gateway.endpoints.chat.render import logprobs_object
 from gateway.endpoints.shapes import version_field

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from common.errors import InvalidRequestError, QueueFullError, UnavailableError
 from gateway.answer_records.records import record_name
-from gateway.delivery.answers import CANCELLED_END
+from gateway.delivery.recorded_answer import CANCELLED_END
 from gateway.endpoints.answering import (
     NO_EVENT,
     AnswerKind,

@@ -11,7 +11,7 @@ import pytest
 
 from common.deltas import CachedPart, Delta, PromptUsage
 from common.types import Admission, Finish, FinishReason
-from gateway.delivery.answers import NOTED_AT_ONCE
+from gateway.delivery.answer_context import NOTED_AT_ONCE
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from gateway.ledger.entries import Tokens
 from tests.fakes.pipeline import EMBEDDING, STOP, FakePipeline, says
