@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tests.chaos.disks import NoDiskError
 from tests.chaos.faults import all_faults
 from tests.chaos.load import cases, references
-from tests.chaos.report import HEADER, exit_code, row, summary, write_json
+from tests.chaos.report import HEADER, exit_code, row, summary, warnings_in, write_json
 from tests.chaos.rounds import run_round
 from tests.chaos.system import MissingProgramError, System
 
@@ -165,6 +165,9 @@ class Campaign:
         kept = KEPT_LOGS / f"{setting}-{self._kept}.log"
         shutil.copy(log, kept)
         _say(f"    the services' logs: {kept}")
+        with log.open() as lines:
+            for warning in warnings_in(lines):
+                _say(f"    {warning}")
 
 
 def _say(text: str) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from tests.chaos.rounds import Outcome
 
+# Of a line of the services' logs.
+SHOWN_CHARACTERS = 600
 HEADER = f"{'fault':44} {'requests':>8} {'lost':>5} {'wrong':>5} {'leaked':>6} {'p50 s':>6} {'max s':>6} {'goal s':>6}"
 
 
@@ -37,6 +40,19 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     if slow:
         lines.append(f"pauses above the goal: {', '.join(slow)}")
     return "\n".join(lines)
+
+
+def warnings_in(log: Iterable[str]) -> list[str]:
+    """Return the warnings and errors of the services, each kind once: how often it came, and its last line."""
+    found: dict[str, tuple[int, str]] = {}
+    for line in log:
+        service, _, text = line.rstrip().partition(": ")
+        with contextlib.suppress(ValueError, AttributeError):
+            fields = json.loads(text)
+            if fields.get("level") in ("warning", "error", "critical"):
+                kind = f"{service}: {fields.get('event')}"
+                found[kind] = found.get(kind, (0, ""))[0] + 1, text
+    return [f"{kind} x{count}: {text[:SHOWN_CHARACTERS]}" for kind, (count, text) in sorted(found.items())]
 
 
 def exit_code(outcomes: Sequence[Outcome], *, strict_pauses: bool) -> int:

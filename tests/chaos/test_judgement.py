@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.faults import all_faults
 from tests.chaos.links import HOST
 from tests.chaos.load import DONE, Case, ChoiceOutput, Client, Exchange, Shape, StreamError
-from tests.chaos.report import exit_code, row, summary
+from tests.chaos.report import exit_code, row, summary, warnings_in
 from tests.chaos.rounds import Judgement, Outcome
 
 if TYPE_CHECKING:
@@ -234,3 +234,17 @@ async def test_a_client_counts_an_error_in_the_stream_as_its_end() -> None:
         await client.exchange(exchange, "somebody")
         await client.close()
     assert exchange.failure == "error in the stream: the worker is away"
+
+
+def test_the_services_warnings_are_shown_once_with_their_number() -> None:
+    lines = [
+        'gateway: {"level": "error", "event": "state.away", "reason": "one"}\n',
+        'gateway: {"level": "info", "event": "request.finished"}\n',
+        'gateway: {"level": "error", "event": "state.away", "reason": "two"}\n',
+        'worker: {"level": "warning", "event": "slow"}\n',
+        "pando: fault one/kill\n",
+        "worker: [1]\n",
+    ]
+    first, second = warnings_in(lines)
+    assert first == 'gateway: state.away x2: {"level": "error", "event": "state.away", "reason": "two"}'
+    assert second.startswith("worker: slow x1: ")
