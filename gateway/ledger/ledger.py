@@ -49,6 +49,8 @@ class Ledger:
         self._clock = clock
         self._pending: dict[tuple[str, RequestId], LedgerEntry] = {}
         self._turn = asyncio.Lock()
+        # Whether the last attempt to write has failed.
+        self._is_late = False
         self._log = get_logger("ledger")
 
     def note(
@@ -137,7 +139,14 @@ class Ledger:
             async with asyncio.timeout(PATIENCE_S):
                 await self.commit()
         except (UnavailableError, TimeoutError) as error:
-            self._log.error("ledger.late", reason=str(error) or "timeout", waiting=len(self._pending))
+            # Once, and not for every answer that ends in the meantime.
+            if not self._is_late:
+                self._is_late = True
+                self._log.error("ledger.late", reason=str(error) or "timeout", waiting=len(self._pending))
+        else:
+            if self._is_late:
+                self._is_late = False
+                self._log.info("ledger.written")
 
 
 def today(now: datetime) -> tuple[datetime, datetime]:

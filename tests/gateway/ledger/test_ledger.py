@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from common.errors import ConfigurationError, UnavailableError
 from common.types import RequestId, Subject
@@ -262,6 +263,18 @@ async def test_entries_wait_for_a_store_that_fails_and_are_counted_once(tmp_path
     await ledger.settle()
     assert await total(failing) == Tokens(1, 10, 0, 7)
     await ledger.close()
+
+
+async def test_a_store_that_fails_is_logged_once_until_it_writes_again(tmp_path: Path) -> None:
+    failing = Failing(SqliteLedger(tmp_path / "ledger.db", 400 * DAY_S))
+    with capture_logs() as events:
+        ledger = Ledger(failing, new_metrics(), clock=lambda: NOON)
+        for failing.fails in (True, True, False, False, True):
+            for number in range(3):
+                ledger.note(RequestId(f"r{number}"), ANN, Work("tiny"), Tokens(1, 10, 0, 3))
+                await ledger.settle()
+        await ledger.close()
+    assert [event["event"] for event in events] == ["ledger.late", "ledger.written", "ledger.late"]
 
 
 async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
