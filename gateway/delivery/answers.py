@@ -65,7 +65,7 @@ class PlainAnswer:
     def __init__(self, answers: AnswerContext, requests: Sequence[GenerateRequest], buffer_bytes: int | None) -> None:
         """At most about `buffer_bytes` of output wait for a slow client."""
         self.entries = number_choices(requests)
-        self._run = Run(answers, buffer_bytes)
+        self._run = GenerationRun(answers, buffer_bytes)
         self._has_ended = False
 
     @property
@@ -94,7 +94,7 @@ class PlainAnswer:
         self._run.close(cause, has_ended=True)
 
 
-class Run:
+class GenerationRun:
     """A generation of this gateway and its share of the quotas, from its start to its end; may be started again."""
 
     def __init__(self, answers: AnswerContext, buffer_bytes: int | None) -> None:

@@ -16,7 +16,7 @@ from common.errors import QueueFullError, RequestFailedError, UnavailableError
 from common.types import ErrorCode, RequestFailure
 from gateway.answer_records.recorder import Recorder
 from gateway.delivery.answer_context import RETRY_S
-from gateway.delivery.answers import Run
+from gateway.delivery.answers import GenerationRun
 from gateway.delivery.progress import Progress
 from gateway.generation.generation import STUCK
 from gateway.generation.generations import SHUTDOWN, renamed
@@ -70,7 +70,7 @@ class RecordedAnswer:
         self._created_at = created_at
         self._recorder = None if owner is None else Recorder(answers.records, name, owner)
         self.entries = number_choices(requests if owner else [renamed(request) for request in requests])
-        self._run = Run(answers, buffer_bytes)
+        self._run = GenerationRun(answers, buffer_bytes)
         self._cut: Callable[[], None] = lambda: None
         self._follows = False
         # The owner has died: its place among the open requests of its subject is still taken.
@@ -205,9 +205,14 @@ class RecordedAnswer:
             if reading is None or (reading.end is None and reading.owner == recorder.owner):
                 return False
             has_new_owner = reading.end is None
-            if has_new_owner and not self._answers.is_owned(reading) and recorder.continues(reading):
-                await self._take_back(recorder, reading)
-                return False
+            if has_new_owner:
+                if not self._answers.is_owned(reading) and recorder.continues(reading):
+                    await self._take_back(recorder, reading)
+                    return False
+                # A name that was damaged on the way is not damaged in the same way again.
+                again = await self._answers.records.read(self.name, recorder.written)
+                if again is None or again.owner != reading.owner:
+                    return False
         except UnavailableError:
             return False
         self._stand_down(None, settles=not has_new_owner)

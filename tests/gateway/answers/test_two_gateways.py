@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.requests import GenerateRequest
-    from gateway.answer_records.records import NewRecord
+    from gateway.answer_records.records import NewRecord, RecordReading
     from tests.fakes.pipeline import Event
     from tests.fakes.redis_process import RedisProcess
 
@@ -145,19 +145,26 @@ async def test_a_gateway_taken_for_dead_follows_the_one_that_took_over(redis_pro
         await close(first, second)
 
 
+@pytest.mark.parametrize("is_misread", [False, True])
 async def test_an_owner_goes_on_after_a_refusal_that_the_record_contradicts(
-    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch, *, is_misread: bool
 ) -> None:
-    """A flipped bit can turn the name of a chunk's writer into another one."""
+    """A flipped bit can turn the name of a chunk's writer into another one, and the name in a reading, too."""
     first, second = pair(redis_process.url, says(*WORDS))
     async with working(*first.state.background, *second.state.background):
         records = first.context.answers.records
         append, refused = records.append, [Writing.LOST] * 2
+        read_, misread = records.read, ["elsewhere:1"] * is_misread
 
         async def damaged(*arguments: Any) -> Writing:
             return refused.pop() if refused else await append(*arguments)
 
+        async def damaged_reading(*arguments: Any) -> RecordReading | None:
+            reading = await read_(*arguments)
+            return replace(reading, owner=misread.pop()) if misread and reading is not None else reading
+
         monkeypatch.setattr(records, "append", damaged)
+        monkeypatch.setattr(records, "read", damaged_reading)
         seen, again = Seen(), Seen()
         async with listening(first) as one, listening(second) as two:
             await read(one, seen, body=BODY)
