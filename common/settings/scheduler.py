@@ -328,8 +328,8 @@ class SchedulerSettings(Section):
     """Multi-step decode: upper bound on the steps of one plan while no request waits."""
     late_planning: bool = False
     """Make the plan that follows a pass with prompts of 30 ms or more shortly before this pass ends, instead of when it
-    begins, so that requests that arrive meanwhile are in it. Shortens times to first token under load by a simulation
-    of a GPU; not measured on one. Without effect with pipeline_parallel."""
+    begins, so that requests that arrive meanwhile are in it. On an H200 with an 8B model, this shortened median times
+    to first token by 5 % at 12 and 14 requests/s, and not at 8 and 16. Without effect with pipeline_parallel."""
     waiting_timeout_s: float = Field(default=300.0, gt=0, lt=600)
     """Seconds after which a request that has not started fails with a timeout."""
     running_timeout_s: float = Field(default=3600.0, gt=0)
