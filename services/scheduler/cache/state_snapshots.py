@@ -250,10 +250,22 @@ class StateSnapshots:
         for page, heir in zip(old[moving].tolist(), new[moving].tolist(), strict=True):
             for scope, entry in list(self._entries[page].items()):
                 if scope not in self._entries.get(heir, {}):
-                    self._unlink(entry)
-                    entry.page = heir
-                    self._entries.setdefault(heir, {})[scope] = entry
-                    self._has_some[heir] = True
+                    self._move(entry, heir)
+
+    def pass_on(self, old: PageIds, new: PageIds, scope: Scope) -> None:
+        """Move the snapshots of `scope`, and of views in it, from pages of a node that goes to equal ones.
+
+        The node was of `scope`. Others that refer to `old`, too, have theirs there.
+        """
+        moving = self._has_some[old] & (old != new)
+        for page, heir in zip(old[moving].tolist(), new[moving].tolist(), strict=True):
+            for owner, entry in list(self._entries[page].items()):
+                if owner[: len(scope)] != scope:
+                    continue
+                if owner in self._entries.get(heir, {}):
+                    self._drop(entry)
+                else:
+                    self._move(entry, heir)
 
     def forget_subject(self, subject: Subject) -> None:
         """Drop all private snapshots of a subject."""
@@ -333,6 +345,12 @@ class StateSnapshots:
         entry.epoch, entry.last_access = self.epoch, self._clock
         if not entry.readers:
             self._queue.push(entry)
+
+    def _move(self, entry: SnapshotEntry, page: int) -> None:
+        self._unlink(entry)
+        entry.page = page
+        self._entries.setdefault(page, {})[entry.owner.scope] = entry
+        self._has_some[page] = True
 
     def _unlink(self, entry: SnapshotEntry) -> None:
         of_page = self._entries[entry.page]

@@ -226,9 +226,14 @@ class NodeStore:
 
     # --- shrinking and reshaping ---
 
-    def remove(self, leaf: Node, kind: CacheEventKind = CacheEventKind.EVICTED) -> int:
-        """Remove an unlocked leaf from the tree; return the number of pages that became free."""
+    def remove(self, leaf: Node, kind: CacheEventKind = CacheEventKind.EVICTED, *, heir: Node | None = None) -> int:
+        """Remove an unlocked leaf from the tree; return the number of pages that became free.
+
+        Its copy on the host and its snapshots go to `heir`, if any, which has the same parent and tokens.
+        """
         assert leaf.lock_ref == 0
+        if heir is not None:
+            self.tier.take_over(leaf, heir)
         self.queue.discard(leaf)
         if leaf.state is _LIVE:
             self._charge(leaf.owner, -len(leaf.pages))
@@ -244,8 +249,11 @@ class NodeStore:
         assert parent is not None
         self.offer(parent)
         self.loose[parent] = None
-        if self.allocator.snapshots is not None:
-            self.allocator.snapshots.leave(pages, owner.scope)
+        snapshots = self.allocator.snapshots
+        if snapshots is not None and heir is None:
+            snapshots.leave(pages, owner.scope)
+        elif snapshots is not None and heir is not None and len(pages):
+            snapshots.pass_on(pages, heir.pages, owner.scope)
         # A flood within an epoch must not fill memory with references to removed nodes.
         self.fresh.pop(leaf, None)
         self.loose.pop(leaf, None)

@@ -320,5 +320,4 @@ class Promoter:
         canonical.last_access = max(canonical.last_access, half.last_access)
         canonical.priority = max(canonical.priority, half.priority)
         canonical.uses += half.uses
-        store.tier.take_over(half, canonical)
-        store.remove(half)
+        store.remove(half, heir=canonical)

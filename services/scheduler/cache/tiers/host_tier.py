@@ -321,6 +321,8 @@ class HostTier:
 
     def take_over(self, node: Node, other: Node) -> None:
         self.ledger.follow(node, other)
+        if self.states is not None:
+            self.states.take_over(node, other)
         self.pages.hand_on(node, other)
 
     def hand_over(self, node: Node) -> None:

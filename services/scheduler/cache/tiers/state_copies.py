@@ -198,6 +198,14 @@ class StateCopies:
             assert copy.node is not None
             self._by_node.setdefault(copy.node, []).append(copy)
 
+    def take_over(self, node: Node, other: Node) -> None:
+        """Follow the replacement of a node by one with the same tokens: its snapshots and open copies are of that."""
+        for copy in self._by_node.pop(node, []):
+            copy.node = other
+            self._by_node.setdefault(other, []).append(copy)
+        if node.host_pages is not None and other.host_pages is not None:
+            self.host.pass_on(node.host_pages, other.host_pages, node.owner.scope)
+
     def leave(self, leaf: Node) -> None:
         """Follow a leaf's removal: copies that are open will be dropped."""
         for copy in list(self._by_node.get(leaf, [])):

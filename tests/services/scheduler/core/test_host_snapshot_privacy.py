@@ -200,3 +200,15 @@ def test_private_snapshots_of_a_text_that_became_shared_are_of_use_to_their_owne
     assert [cached for user, cached, _, _ in world.seen[-2:]] == [0, len(odd)]
     # The pages are there again, as ann has computed them.
     assert world.seen[-1][2] == [(0, 1)] * leaves
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_user_keeps_snapshots_of_a_text_that_becomes_shared_whether_a_victim_had_it_first_or_not(
+    leaves: bool,
+) -> None:
+    ask = Ask("ann", (*SECRET, 1))
+    shared: list[Deed] = [ask, *[Event("pages leave")] * leaves]
+    shared += [*(Ask(user, (*SECRET, 1)) for user in FIRST), Event("epoch"), ask]
+    victim = Ask(VICTIM, (*SECRET, 1))
+    world = assert_nobody_notices([victim, *shared], shared, "user_aware", WritePolicy.WRITE_THROUGH)
+    assert world.seen_by_others()[-1][1] == len(SECRET)
