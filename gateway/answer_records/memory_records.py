@@ -150,11 +150,15 @@ class MemoryRecords:
         self._settle(name, record)
         return True
 
-    async def release(self, name: str, owner: str, charged: int) -> None:
+    async def release(self, name: str, owner: str, charged: int | None) -> bool:
         record = self._records.get(name)
-        if record is not None and record.owner == owner:
-            record.owner, record.charged = None, charged
-            self._touch(name, record)
+        if record is None or record.owner != owner:
+            return False
+        record.owner = None
+        if charged is not None:
+            record.charged = charged
+        self._touch(name, record)
+        return True
 
     async def take(self, name: str, previous: str | None, owner: str, chunks: int) -> bool:
         record = self._records.get(name)

@@ -28,45 +28,51 @@ class Recorder:
         self._waiting: list[bytes] = []
         self._is_off = False
 
-    async def append(self, chunk: bytes) -> bool:
-        """Write a chunk, or keep it until the shared state is back; return False if the record has another owner."""
+    @property
+    def is_off(self) -> bool:
+        """Whether the answer is no longer recorded, and its record lacks a part of it."""
+        return self._is_off
+
+    async def append(self, chunk: bytes) -> Writing:
+        """Write a chunk, or keep it until the shared state is back; keep it also if the outcome is not DONE."""
         if self._is_off:
-            return True
+            return Writing.DONE
         self._waiting.append(chunk)
         try:
-            return await self._flush()
+            return await self.flush()
         except UnavailableError:
-            self._is_off = len(self._waiting) > MAX_WAITING_CHUNKS
-            return True
+            if len(self._waiting) > MAX_WAITING_CHUNKS:
+                self.stop()
+            return Writing.DONE
 
-    async def finish(self, end: bytes) -> bool:
-        """Write the end; return False if the record has ended before, or has another owner.
+    async def finish(self, end: bytes) -> Writing:
+        """Write the end; LOST if the record is gone, too.
 
         Raises:
             UnavailableError: the shared state is away; this may be repeated.
         """
-        if self._is_off:
-            return True
-        return await self._flush() and await self._records.finish(self.name, self.owner, end)
+        outcome = await self.flush()
+        if outcome is not Writing.DONE:
+            return outcome
+        return Writing.DONE if await self._records.finish(self.name, self.owner, end) else Writing.LOST
+
+    async def flush(self) -> Writing:
+        """Write the chunks that wait; see `finish`."""
+        waiting = list(self._waiting)
+        if not waiting:
+            return Writing.DONE
+        outcome = await self._records.append(self.name, self.owner, self.written, waiting)
+        if outcome is Writing.DONE:
+            self.written += len(waiting)
+            del self._waiting[: len(waiting)]
+        return outcome
+
+    def stop(self) -> None:
+        """Record no more of the answer."""
+        self._is_off = True
+        self._waiting.clear()
 
     def continues(self, reading: RecordReading) -> bool:
         """Whether nothing but chunks of this recorder was written after the first `written` ones."""
         new = list(reading.chunks)
         return reading.written == self.written + len(new) and new == self._waiting[: len(new)]
-
-    async def release(self, charged: int) -> None:
-        """Give the record up to the next reader; see `finish`."""
-        await self._records.release(self.name, self.owner, charged)
-
-    async def _flush(self) -> bool:
-        waiting = list(self._waiting)
-        if not waiting:
-            return True
-        outcome = await self._records.append(self.name, self.owner, self.written, waiting)
-        if outcome is Writing.GONE:
-            self._is_off = True
-            self._waiting.clear()
-        elif outcome is Writing.DONE:
-            self.written += len(waiting)
-            del self._waiting[: len(waiting)]
-        return outcome is not Writing.LOST

@@ -197,13 +197,18 @@ local function finish()
   return 1
 end
 
--- ARGV: name, owner, tokens charged.
+-- ARGV: name, owner, tokens charged or empty (as before). Returns 1 if the owner owned it.
 local function release()
   local name = ARGV[6]
-  if redis.call('HGET', item(name), 'owner') == ARGV[7] then
-    redis.call('HSET', item(name), 'owner', '', 'charged', ARGV[8])
-    touch(name)
+  if redis.call('HGET', item(name), 'owner') ~= ARGV[7] then
+    return 0
   end
+  redis.call('HSET', item(name), 'owner', '')
+  if ARGV[8] ~= '' then
+    redis.call('HSET', item(name), 'charged', ARGV[8])
+  end
+  touch(name)
+  return 1
 end
 
 -- ARGV: name, previous owner or empty, new owner, number of chunks.

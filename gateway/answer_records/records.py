@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Room that a record takes in addition to its content.
 RECORD_BYTES = 1024
+# For readers that need the state alone: a first chunk that no record has.
+NO_CHUNKS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,11 @@ class AnswerRecords(Protocol):
     async def finish(self, name: str, owner: str | None, end: bytes) -> bool:
         """End the record; only if `owner` owns it, unless that is None. Return whether it was open."""
 
-    async def release(self, name: str, owner: str, charged: int) -> None:
-        """Give up the ownership."""
+    async def release(self, name: str, owner: str, charged: int | None) -> bool:
+        """Give up the ownership; return False if `owner` does not have it.
+
+        `charged` are the tokens that have been charged to the quotas (None: as recorded before).
+        """
 
     async def take(self, name: str, previous: str | None, owner: str, chunks: int) -> bool:
         """Become the owner, if the owner is still `previous` and the record is open and has `chunks` chunks."""

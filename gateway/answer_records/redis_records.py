@@ -115,8 +115,8 @@ class RedisRecords:
     async def finish(self, name: str, owner: str | None, end: bytes) -> bool:
         return await self._call("finish", name, owner or "", self._sealing.seal(name, "end", end), read=bool)
 
-    async def release(self, name: str, owner: str, charged: int) -> None:
-        await self._call("release", name, owner, charged, read=bool)
+    async def release(self, name: str, owner: str, charged: int | None) -> bool:
+        return await self._call("release", name, owner, "" if charged is None else charged, read=bool)
 
     async def take(self, name: str, previous: str | None, owner: str, chunks: int) -> bool:
         return await self._call("take", name, previous or "", owner, chunks, read=bool)

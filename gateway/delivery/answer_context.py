@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
 from common.room import SharedRoom
+from gateway.answer_records.records import NO_CHUNKS
 from gateway.generation.generations import original_id
 from gateway.generation.usage import Usage, usage_of
 from gateway.ledger.entries import Tokens, Work, cached_amount
@@ -64,9 +65,7 @@ class AnswerContext:
         Gateways know their own owners: another name of theirs is that of a reader that has ended, or that was told that
         it did not get the record; or it is damaged.
         """
-        if not reading.is_owned or reading.owner is None:
-            return False
-        return reading.owner in self._owners or not reading.owner.startswith(f"{self.records.gateway_id}:")
+        return reading.is_owned and reading.owner is not None and not self._is_stray(reading.owner)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` independently of a client; its failure is logged."""
@@ -77,6 +76,24 @@ class AnswerContext:
     def insist(self, write: Callable[[], Awaitable[object]], then: Callable[[], None] = lambda: None) -> None:
         """Repeat `write` until the records are available, for as long as records are kept; call `then` at the end."""
         self.spawn(self._insist(write, then))
+
+    async def give_up(self, name: str, owner: str, charged: int | None) -> None:
+        """Leave a record that `owner` has, or may have, to its next reader; see `AnswerRecords.release`.
+
+        A record must not keep the name of an owner of this gateway that has left it: other gateways would wait for it.
+        So a refusal, which may be due to a damaged message or name, is compared with the record.
+
+        Raises:
+            UnavailableError: the records are unavailable; this may be repeated.
+        """
+        while not await self.records.release(name, owner, charged):
+            reading = await self.records.read(name, NO_CHUNKS)
+            if reading is None or reading.end is not None or reading.owner is None:
+                return
+            if reading.owner != owner:
+                if not self._is_stray(reading.owner):
+                    return
+                owner = reading.owner
 
     async def run(self) -> None:
         """Prolong the records of answers that are generated here, until cancelled."""
@@ -98,6 +115,9 @@ class AnswerContext:
                 work = Work(request.model, options.adapter, request.operation, options.is_batch)
                 subject, tokens = request.view.subject, tokens_of(usage)
                 self.ledger.note(original_id(request), subject, work, tokens, has_ended=has_ended)
+
+    def _is_stray(self, owner: str) -> bool:
+        return owner.startswith(f"{self.records.gateway_id}:") and owner not in self._owners
 
     async def _note_running(self) -> None:
         """Note the use that has changed, in slices between which the event loop delivers tokens."""

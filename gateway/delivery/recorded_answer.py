@@ -15,6 +15,7 @@ import orjson
 from common.errors import QueueFullError, RequestFailedError, UnavailableError
 from common.types import ErrorCode, RequestFailure
 from gateway.answer_records.recorder import Recorder
+from gateway.answer_records.records import Writing
 from gateway.delivery.answer_context import RETRY_S
 from gateway.delivery.answers import GenerationRun
 from gateway.delivery.progress import Progress
@@ -82,6 +83,10 @@ class RecordedAnswer:
         self._early: Sequence[ChoiceUpdate] = ()
         self._failure: RequestFailure | None = None
         self._has_ended = False
+        # The end is written when the records are available again.
+        self._is_ending = False
+        # Another gateway has taken the record over, which also charges for it.
+        self._is_charged_elsewhere = False
         self._nudged = asyncio.Event()
 
     @property
@@ -159,26 +164,59 @@ class RecordedAnswer:
         recorder = self._recorder
         if recorder is None:
             return
-        self._stand_down(cause)
+        self._stand_down(cause, settles=not self._is_charged_elsewhere)
         if self._has_ended:
-            self._answers.forget_owner(recorder.owner)
+            if not self._is_ending:
+                self._answers.forget_owner(recorder.owner)
         elif self._failure is None or self._failure in PASSING:
             self._release(recorder, self.usage.total)
         else:
             # The client has received nothing but an error: its retry is a new request.
             self._answers.forget_owner(recorder.owner)
-            self._answers.insist(lambda: self._answers.records.drop(self.name))
+            self._answers.insist(lambda: self._drop(recorder))
 
     def _release(self, recorder: Recorder, charged: int) -> None:
-        self._answers.insist(lambda: recorder.release(charged), lambda: self._answers.forget_owner(recorder.owner))
+        self._answers.insist(lambda: self._leave(recorder, charged), lambda: self._answers.forget_owner(recorder.owner))
+
+    async def _leave(self, recorder: Recorder, charged: int) -> None:
+        await recorder.flush()
+        await self._answers.give_up(self.name, recorder.owner, charged)
+
+    async def _drop(self, recorder: Recorder) -> None:
+        await self._answers.records.drop(self.name)
+        # It is still there if the message was damaged.
+        await self._answers.give_up(self.name, recorder.owner, None)
 
     async def _finish(self, recorder: Recorder, content: dict[str, object]) -> bool:
         end = orjson.dumps(content)
         try:
-            return await recorder.finish(end)
+            return await self._end(recorder, end)
         except UnavailableError:
-            self._answers.insist(lambda: recorder.finish(end))
+            self._is_ending = True
+            self._answers.insist(lambda: self._end(recorder, end), lambda: self._answers.forget_owner(recorder.owner))
             return True
+
+    async def _end(self, recorder: Recorder, end: bytes) -> bool:
+        """End the record, or leave it to its next reader if it lacks a part; return False if it had another end.
+
+        Raises:
+            UnavailableError: the records are unavailable; this may be repeated.
+        """
+        while not recorder.is_off:
+            outcome = await recorder.finish(end)
+            if outcome is Writing.DONE:
+                return True
+            standing, reading = await self._standing(recorder)
+            if standing is Writing.LOST:
+                assert reading is not None, "the record is there"
+                self._is_charged_elsewhere = reading.owner != recorder.owner
+                return reading.end == end
+            if standing is Writing.GONE:
+                recorder.stop()
+                if reading is None:
+                    return outcome is Writing.GONE
+        await self._answers.give_up(self.name, recorder.owner, self.usage.total)
+        return True
 
     async def _generate(self, recorder: Recorder) -> Sequence[ChoiceUpdate] | None:
         while True:
@@ -189,7 +227,8 @@ class RecordedAnswer:
                 raise
             if not updates:
                 return updates
-            if not await recorder.append(encode_updates(updates)) and await self._has_lost(recorder):
+            outcome = await recorder.append(encode_updates(updates))
+            if outcome is not Writing.DONE and await self._has_lost(recorder):
                 return ()
             # Empty while the client has what the record lacked when this reader took it over.
             if new := self._progress.news(updates):
@@ -198,29 +237,47 @@ class RecordedAnswer:
     async def _has_lost(self, recorder: Recorder) -> bool:
         """Follow the record from its beginning if it is lost: this gateway was taken for dead, or it was cancelled.
 
-        Return False unless that is certain: a refusal may be due to a damaged message, and the next chunk is written.
+        Return False unless that is certain; the chunk is written with the next one.
         """
         try:
-            reading = await self._answers.records.read(self.name, recorder.written)
-            if reading is None or (reading.end is None and reading.owner == recorder.owner):
-                return False
-            has_new_owner = reading.end is None
-            if has_new_owner:
-                if not self._answers.is_owned(reading) and recorder.continues(reading):
-                    await self._take_back(recorder, reading)
-                    return False
-                # A name that was damaged on the way is not damaged in the same way again.
-                again = await self._answers.records.read(self.name, recorder.written)
-                if again is None or again.owner != reading.owner:
-                    return False
+            standing, reading = await self._standing(recorder)
         except UnavailableError:
             return False
-        self._stand_down(None, settles=not has_new_owner)
+        if standing is Writing.GONE:
+            recorder.stop()
+        if standing is not Writing.LOST:
+            return False
+        assert reading is not None, "the record is there"
+        # Who has cancelled the answer has left it its owner.
+        self._stand_down(None, settles=reading.owner == recorder.owner)
         self._answers.forget_owner(recorder.owner)
         self.entries = number_choices([renamed(request) for request in self._requests])
         self._chunks = 0
         self._progress.rewind()
         return True
+
+    async def _standing(self, recorder: Recorder) -> tuple[Writing, RecordReading | None]:
+        """Return LOST if another gateway owns the record or it has ended, GONE if it is not there or lacks chunks.
+
+        DONE unless that is certain: a refusal may be due to a damaged message or name.
+
+        Raises:
+            UnavailableError: the records are unavailable.
+        """
+        reading = await self._answers.records.read(self.name, recorder.written)
+        if reading is None:
+            return Writing.GONE, None
+        if reading.end is None:
+            if reading.owner == recorder.owner:
+                return Writing.DONE if reading.written >= recorder.written else Writing.GONE, reading
+            if not self._answers.is_owned(reading) and recorder.continues(reading):
+                await self._take_back(recorder, reading)
+                return Writing.DONE, reading
+        # A name that was damaged on the way is not damaged in the same way again.
+        again = await self._answers.records.read(self.name, recorder.written)
+        if again is None or again.owner != reading.owner:
+            return Writing.DONE, again
+        return Writing.LOST, again
 
     async def _take_back(self, recorder: Recorder, reading: RecordReading) -> None:
         """Own a record again whose owner's name was damaged, or whose new owner has died without writing to it."""
@@ -276,14 +333,15 @@ class RecordedAnswer:
         """Become the owner and generate the rest, unless another gateway was faster."""
         owner, records = self._answers.new_owner(), self._answers.records
         self._inherits = self._inherits or reading.owner is not None
-        is_taken = False
         try:
             is_taken = await records.take(self.name, reading.owner, owner, self._chunks)
-        finally:
-            # If the answer to this call was lost, the record may say that it has this owner.
-            if not is_taken:
-                self._answers.forget_owner(owner)
+        except BaseException:
+            # The record may have this owner nevertheless, for which readers of other gateways would wait.
+            self._answers.forget_owner(owner)
+            self._answers.insist(lambda: self._answers.give_up(self.name, owner, None))
+            raise
         if not is_taken:
+            self._answers.forget_owner(owner)
             return
         recorder = Recorder(records, self.name, owner, self._chunks)
         try:

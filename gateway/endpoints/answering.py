@@ -6,6 +6,7 @@ it again from there and renders the same events.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from dataclasses import dataclass, replace
@@ -213,6 +214,9 @@ async def _record(
         claimed = await answers.records.open(record)
     except BaseException as error:
         answers.forget_owner(owner)
+        if getattr(error, "was_sent", isinstance(error, asyncio.CancelledError)):
+            # It may be open nevertheless. A repeated request finds a record with a claim, and generates its answer.
+            answers.insist(lambda: answers.records.drop(name) if claim is None else answers.give_up(name, owner, None))
         if plan.in_background or not isinstance(error, (UnavailableError, QueueFullError, TypeError)):
             raise
         return _plain(context, plan)

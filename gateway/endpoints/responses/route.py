@@ -12,7 +12,7 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from common.errors import InvalidRequestError, QueueFullError, UnavailableError
-from gateway.answer_records.records import record_name
+from gateway.answer_records.records import NO_CHUNKS, record_name
 from gateway.delivery.recorded_answer import CANCELLED_END
 from gateway.endpoints.answering import (
     NO_EVENT,
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 MAX_ID_CHARACTERS = 256
-# Beyond every record's chunks: reads its state only.
-NO_CHUNKS = 2**31
 # How often a gateway looks for responses in the background whose gateways have died.
 ADOPTION_INTERVAL_S = 1.0
 
