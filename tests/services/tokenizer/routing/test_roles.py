@@ -194,6 +194,15 @@ def test_groups_may_come_and_go_between_looks_that_are_far_apart() -> None:
     assert {change.name for change in changed} <= {"c", "d"}
 
 
+def test_a_group_may_be_missing_in_several_looks_that_are_far_apart() -> None:
+    """The second of these finds that it is gone, and that this is long ago."""
+    groups, others = [*LONG_QUEUES, *EMPTY], [*LONG_QUEUES, *EMPTY[:-1]]
+    controller = RoleController(1.0)
+    seen = [groups, groups, others, others, others]
+    changed = [controller.decide(each, 100.0 * look) for look, each in enumerate(seen)]
+    assert [[change.name for change in changes] for changes in changed] == [[], ["d"], [], ["c"], ["c"]]
+
+
 def test_nothing_is_decided_by_what_a_group_did_before_it_was_missing() -> None:
     before, after = [*LONG_QUEUES, *EMPTY[:2]], [*LONG_QUEUES, *FULL[:2]]
 
