@@ -75,6 +75,19 @@ class Backups:
         if self._config.policy is not WritePolicy.WRITE_BACK or node.is_soft_free:
             self._noted[node] = None
 
+    def split(self, node: Node, upper: Node) -> None:
+        """Follow a split: both halves are still to be copied; the lower one may go before, or have a copy."""
+        for nodes in (self._noted, self._wanted):
+            if node in nodes:
+                nodes[upper] = None
+
+    def absorb(self, node: Node, child: Node) -> None:
+        """Follow the joining of a node with its only child: both are copied if either is still to be."""
+        for nodes in (self._noted, self._wanted):
+            if node in nodes:
+                del nodes[node]
+                nodes[child] = None
+
     def forget_all(self) -> None:
         self._noted.clear()
         self._wanted.clear()

@@ -306,6 +306,7 @@ class HostTier:
     def split(self, node: Node, upper: Node) -> None:
         self.pages.split(node, upper)
         self.ledger.split(node, upper)
+        self._backups.split(node, upper)
         if self.states is not None:
             self.states.split(node, upper)
         if self.storage is not None:
@@ -313,6 +314,7 @@ class HostTier:
 
     def absorb(self, node: Node, child: Node) -> None:
         self.pages.absorb(node)
+        self._backups.absorb(node, child)
         if self.storage is not None:
             self.storage.absorb(node, child)
 
