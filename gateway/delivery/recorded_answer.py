@@ -179,7 +179,13 @@ class RecordedAnswer:
         self._answers.insist(lambda: self._leave(recorder, charged), lambda: self._answers.forget_owner(recorder.owner))
 
     async def _leave(self, recorder: Recorder, charged: int) -> None:
-        await recorder.flush()
+        # The client may come back with the number of an event whose chunk waits.
+        while not recorder.is_off and await recorder.flush() is not Writing.DONE:
+            standing, _ = await self._standing(recorder)
+            if standing is Writing.LOST:
+                return
+            if standing is Writing.GONE:
+                recorder.stop()
         await self._answers.give_up(self.name, recorder.owner, charged)
 
     async def _drop(self, recorder: Recorder) -> None:

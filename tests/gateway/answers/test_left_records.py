@@ -20,7 +20,7 @@ from tests.gateway.support import error_of
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from gateway.answer_records.records import NewRecord
     from tests.fakes.redis_process import RedisProcess
@@ -129,6 +129,31 @@ async def test_a_damaged_message_leaves_no_owner(redis_process: RedisProcess, me
             await read(one, seen, body=BODY, events=5 if method == "release" else None)
             assert (await rest(two, seen)).text == TEXT
         assert len(second.pipeline.submitted) == (method == "release"), "the record was complete"
+        await close(first, second)
+
+
+async def test_chunks_that_wait_are_recorded_when_the_client_leaves(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back with the number of an event that was not recorded when it was sent."""
+    first, second = pair(redis_process.url, stops_after(4))
+    append, refusals = first.context.answers.records.append, [Writing.LOST]
+
+    async def away_then_damaged(name: str, owner: str, number: int, chunks: Sequence[bytes]) -> Writing:
+        if number + len(chunks) == 1:
+            return await append(name, owner, number, chunks)
+        if first.generations.open_requests:
+            raise StateAwayError(was_sent=False)
+        return refusals.pop() if refusals else await append(name, owner, number, chunks)
+
+    async with working(*first.state.background, *second.state.background):
+        seen = Seen()
+        async with listening(first) as one, listening(second) as two:
+            monkeypatch.setattr(first.context.answers.records, "append", away_then_damaged)
+            await read(one, seen, body=BODY, events=5)
+            await until(lambda: not first.generations.open_requests and not first.context.answers._tasks)
+            assert (await read(two, seen)).status_code == 200
+        assert seen.text == TEXT
         await close(first, second)
 
 
