@@ -83,6 +83,8 @@ class RecordedAnswer:
         self._early: Sequence[ChoiceUpdate] = ()
         self._failure: RequestFailure | None = None
         self._has_ended = False
+        # The record has ended, though its last updates may not have been returned yet.
+        self._has_read_end = False
         # The end is written when the records are available again.
         self._is_ending = False
         # Another gateway has taken the record over, which also charges for it.
@@ -95,7 +97,7 @@ class RecordedAnswer:
 
     @property
     def is_complete(self) -> bool:
-        return self._has_ended
+        return self._has_ended or self._has_read_end
 
     async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
         self._cut = cut
@@ -333,6 +335,7 @@ class RecordedAnswer:
         updates = [update for chunk in reading.chunks for update in decode_updates(chunk)]
         restore(self.entries, updates)
         self._chunks += len(reading.chunks)
+        self._has_read_end = reading.end is not None
         return reading, self._progress.news(updates)
 
     async def _take_over(self, reading: RecordReading) -> None:

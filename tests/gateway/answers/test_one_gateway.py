@@ -77,17 +77,15 @@ async def test_a_client_that_comes_back_receives_the_rest_and_nothing_twice(by_g
 async def test_a_complete_answer_is_repeated_without_being_generated_again() -> None:
     gateway = slow()
     async with listening(gateway) as port:
-        whole, again, rest, nothing = Seen(), Seen(), Seen(), Seen()
+        whole = Seen()
         await read(port, whole, body=BODY)
-        again.ids = [whole.ids[0].rpartition("/")[0] + "/0"]
-        await read(port, again)
-        rest.ids, nothing.ids = [whole.ids[-3]], [whole.ids[-1]]
-        await read(port, rest)
-        await read(port, nothing)
-    assert again.ids == whole.ids
-    assert again.datas == whole.datas[1:]
-    assert rest.datas == whole.datas[-2:]
-    assert nothing.datas == []
+        # The ending has several events, and browsers' EventSource comes back after the last one.
+        for number, event_id in enumerate(whole.ids):
+            rest = Seen([event_id])
+            assert (await read(port, rest)).status_code == 200
+            assert rest.ids[1:] == whole.ids[number + 1 :]
+            assert rest.datas == whole.datas[number + 1 :]
+    assert number > 40
     assert len(gateway.pipeline.submitted) == 1
 
 
