@@ -35,6 +35,10 @@ class Answer(Protocol):
     def is_complete(self) -> bool:
         """Whether the end of the answer is known and final."""
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether other readers get as many updates before the next one, so that events can be counted."""
+
     async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
         """Submit the requests or find the record; return headers. `cut` ends a reader that is too slow.
 
@@ -75,6 +79,10 @@ class PlainAnswer:
     @property
     def is_complete(self) -> bool:
         return self._has_ended
+
+    @property
+    def keeps_numbers(self) -> bool:
+        return True
 
     async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
         return await self._run.start(self.entries, cut)

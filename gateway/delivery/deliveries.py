@@ -179,6 +179,8 @@ class StreamDelivery:
         has_begun = False
         try:
             while (updates := await answer.next_updates()) is None or updates:
+                if self._numbers is not None and updates and not answer.keeps_numbers:
+                    self._numbers.stop()
                 events = self._render(updates)
                 if not has_begun:
                     if self._numbers is not None and updates is not None:
@@ -226,10 +228,18 @@ class EventNumbers:
         self._prefix = b"id: %s/" % answer_id.encode()
         self._received = received
         self._next = 0
+        self._has_stopped = False
+
+    def stop(self) -> None:
+        """Give no more ids: with them, a client would continue elsewhere in the answer than it has come."""
+        self._has_stopped = True
 
     def number(self, events: bytes) -> bytes:
         """Return those of `events` that the client has not received, each with its id."""
         # JSON has no line breaks, so that a blank line always ends an event.
+        if self._has_stopped and self._next > self._received:
+            # An empty id takes the last one back, of which clients would make use.
+            return b"id\n" + events if events else events
         if events.find(b"\n\n") == len(events) - 2 and self._next > self._received:
             # The usual case, of one new event, without cutting it out.
             self._next += 1

@@ -53,16 +53,27 @@ class Progress:
         self._returned: defaultdict[int, _Place] = defaultdict(_Place)
         # Where the answer that is being read has come; None: it has not begun again.
         self._read: defaultdict[int, _Place] | None = None
+        # Updates that have been returned, and how many there are up to there where the answer has begun again.
+        self._count = self._count_again = 0
+        # Whether the former stand in the answer as they were returned.
+        self._keeps_portions = True
+
+    @property
+    def keeps_portions(self) -> bool:
+        """Whether the answer that is being read, so far, has as many updates as were returned, in the same order."""
+        return self._keeps_portions and (self._read is None or self._count == self._count_again)
 
     def rewind(self) -> None:
         """Expect the whole answer from its beginning."""
         self._read = defaultdict(_Place)
+        self._count_again = 0
 
     def news(self, updates: Sequence[ChoiceUpdate]) -> Sequence[ChoiceUpdate]:
         """Return the next updates, without what has been returned before."""
         if self._read is None:
             for update in updates:
                 self._returned[update.index].pass_over(update)
+            self._count += len(updates)
             return updates
         new = []
         for update in updates:
@@ -70,8 +81,12 @@ class Progress:
             rest = _rest(update, read, returned)
             read.pass_over(update)
             if rest is not None:
+                is_whole = len(rest.token_ids) == len(update.token_ids) and len(rest.text) == len(update.text)
+                self._keeps_portions &= is_whole and self._count == self._count_again
+                self._count += 1
                 returned.pass_over(rest)
                 new.append(rest)
+            self._count_again += 1
         return new
 
 

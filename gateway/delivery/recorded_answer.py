@@ -99,6 +99,10 @@ class RecordedAnswer:
     def is_complete(self) -> bool:
         return self._has_ended or self._has_read_end
 
+    @property
+    def keeps_numbers(self) -> bool:
+        return self._progress.keeps_portions
+
     async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
         self._cut = cut
         if self._recorder is None:

@@ -92,3 +92,27 @@ def test_log_probabilities_of_a_prompt_come_once(first: list[int], second: list[
         assert [each.token.token_id for part in found for each in part.entries] == list(range(10))
         assert [part.first for part in found] == [1 + part.entries[0].token.token_id for part in found]
         assert [part.lead is not None for part in found] == [True] + [False] * (len(found) - 1)
+
+
+def test_portions_are_kept_if_the_same_updates_come_in_the_same_order() -> None:
+    """The numbers of events count on it."""
+
+    def word(index: int, number: int, count: int = 1) -> ChoiceUpdate:
+        words = [f" w{each}" for each in range(number, number + count)]
+        return ChoiceUpdate(index, "".join(words), tuple(range(number, number + count)))
+
+    returned = [word(0, 0), word(1, 0), word(0, 1)]
+    for again, keeps in (
+        ([*returned, word(1, 1), word(0, 2)], True),
+        ([word(0, 0), word(1, 0), word(1, 1), word(0, 1)], False),
+        ([word(0, 0, 2), word(1, 0), word(1, 1)], False),
+        ([word(0, 0), word(1, 0), word(0, 1, 2)], False),
+        ([word(0, 0, 2), word(1, 0)], False),
+    ):
+        progress = Progress()
+        progress.news(returned)
+        assert progress.keeps_portions
+        progress.rewind()
+        for update in again:
+            progress.news([update])
+        assert progress.keeps_portions == keeps, again
