@@ -101,13 +101,14 @@ def test_portions_are_kept_if_the_same_updates_come_in_the_same_order() -> None:
         words = [f" w{each}" for each in range(number, number + count)]
         return ChoiceUpdate(index, "".join(words), tuple(range(number, number + count)))
 
-    returned = [word(0, 0), word(1, 0), word(0, 1)]
-    for again, keeps in (
-        ([*returned, word(1, 1), word(0, 2)], True),
-        ([word(0, 0), word(1, 0), word(1, 1), word(0, 1)], False),
-        ([word(0, 0, 2), word(1, 0), word(1, 1)], False),
-        ([word(0, 0), word(1, 0), word(0, 1, 2)], False),
-        ([word(0, 0, 2), word(1, 0)], False),
+    singles, pairs = [word(0, 0), word(1, 0), word(0, 1)], [word(0, 0, 2), word(0, 2)]
+    for returned, again, keeps in (
+        (singles, [*singles, word(1, 1), word(0, 2)], True),
+        (singles, [word(0, 0), word(1, 0), word(1, 1), word(0, 1)], False),
+        (singles, [word(0, 0, 2), word(1, 0), word(1, 1)], False),
+        (singles, [word(0, 0), word(1, 0), word(0, 1, 2)], False),
+        (singles, [word(0, 0, 2), word(1, 0)], False),
+        (pairs, [word(0, 0), word(0, 1), word(0, 2, 2)], False),
     ):
         progress = Progress()
         progress.news(returned)
