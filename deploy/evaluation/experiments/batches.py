@@ -132,7 +132,13 @@ class BatchApi:
             await asyncio.sleep(POLL_S)
 
     async def cancel(self, batch_id: str) -> None:
-        """Cancel a batch and wait until it has ended."""
+        """Cancel a batch and wait until it has ended.
+
+        Raises:
+            SystemExit: it had ended before, so that a part of what was measured was not beside it.
+        """
+        if (await self._ask("GET", f"/v1/batches/{batch_id}"))["status"] in ENDED:
+            raise SystemExit("the batch ended before the measurement did: give it more --lines")
         await self._ask("POST", f"/v1/batches/{batch_id}/cancel")
         await self.end(batch_id)
 

@@ -30,9 +30,17 @@ def test_the_throughput_of_both_ways_is_compared(tmp_path: Path) -> None:
 
 def test_latencies_with_and_without_a_batch_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    main(["interference", *FAKE, "--rates", "4", "--seconds", "3", "--lines", "200", "--json", str(path)])
+    # They take many times as long as the load beside them.
+    lines = ["--lines", "1500", "--line-input-tokens", "16", "--line-output-tokens", "256"]
+    main(["interference", *FAKE, "--rates", "4", "--seconds", "2", *lines, "--json", str(path)])
     figures = figures_of(path)
     for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99"):
         assert figures[f"{name}, without"] > 0
         assert figures[f"{name}, with a batch"] > 0
         assert f"{name} increase" in figures
+
+
+def test_a_batch_that_ends_too_soon_is_no_measurement(tmp_path: Path) -> None:
+    command = ["interference", *FAKE, "--rates", "4", "--seconds", "3", "--lines", "2", "--line-output-tokens", "8"]
+    with pytest.raises(SystemExit, match="more --lines"):
+        main([*command, "--json", str(tmp_path / "results.json")])
