@@ -151,9 +151,9 @@ class RedisRecords:
             self._writing = None
 
     async def _unseal(self, operation: str, *arguments: str | int, read: Callable[[Any], T | None]) -> T | None:
-        """Return what `read` makes of a reply, None if its content cannot be trusted; it is asked for twice.
+        """Return the result of `read` on a reply; None if the content of two replies cannot be trusted.
 
-        A bit that flips on the way back does not do so again.
+        A bit that flips on the way back does not flip again.
         """
 
         def attempt(reply: Any) -> T | UnsealedError | None:  # Any: as the operation says

@@ -43,7 +43,7 @@ class _Place:
 
 
 class Progress:
-    """What a reader has returned of each choice, in tokens and characters.
+    """The part of each choice that a reader has returned, in tokens and characters.
 
     An answer may begin again in other portions: a record that another gateway has continued, or a generation that
     continues a record which lacks the newest tokens. The same tokens come again, as requests have seeds.

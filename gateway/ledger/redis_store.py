@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # Entries in one call of the script, which blocks the server for some microseconds each.
 BATCH = 200
 AMOUNTS = len(Tokens._fields)
+# Of one entry.
+KEYS = 4
 # Records that are moved and returned at once.
 MOST_RECORDS = 500
 
@@ -82,7 +84,8 @@ class RedisLedger:
                 _: Redis, keys: Sequence[str] = keys, values: Sequence[str | bytes | int] = values
             ) -> list[Tokens]:
                 amounts = orjson.loads(await self._script(keys, values))
-                if AMOUNTS * (len(keys) - 1) != 4 * len(amounts):
+                # The last key is of all entries.
+                if AMOUNTS * (len(keys) - 1) != KEYS * len(amounts):
                     raise ValueError(f"{len(amounts)} amounts for {len(keys)} keys")
                 return [Tokens(*map(int, amounts[at : at + AMOUNTS])) for at in range(0, len(amounts), AMOUNTS)]
 

@@ -27,7 +27,7 @@ def stated(pattern: str) -> tuple[int, ...]:
 
 
 def row(name: str) -> tuple[int, int]:
-    """Return what the table says for 64 GPUs and for 1,000."""
+    """Return the figures of the table for 64 GPUs and for 1,000."""
     few, many = stated(rf"\| {name} \| ([\d,]+) \| ([\d,]+) \|")
     return few, many
 

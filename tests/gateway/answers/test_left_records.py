@@ -195,7 +195,7 @@ async def test_a_record_that_was_opened_without_an_answer_is_given_up(redis_proc
 async def test_a_response_in_the_background_is_generated_or_forgotten(
     redis_process: RedisProcess, key: str | None
 ) -> None:
-    """If its record was opened without an answer: a repeated request finds it, and without a key nobody can."""
+    """The call that opened its record got no reply: a repeated request finds the record by its key, if it has one."""
     first, second = pair(redis_process.url, says(*WORDS))
     background = *first.state.background, *second.state.background
     async with working(*background, lambda: adopt_responses(second.context)):

@@ -56,7 +56,7 @@ def ask_for(host: HostTier, node: Node, by: str) -> None:
 
 
 def copied(host: HostTier) -> tuple[int, int]:
-    """Return how many pages and snapshots are copied in all."""
+    """Return the numbers of pages and snapshots that are copied in all."""
     started = []
     while transfers := host.plan_backups():
         started += transfers
