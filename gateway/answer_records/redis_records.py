@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 # Records that one call appends to, so that no call occupies the server for long.
 APPENDS_A_CALL = 256
+# Of records, as `record_name` returns them.
+NAME = re.compile(r"[0-9a-f]{40}")
 # As the script names them.
 OUTCOMES = {"d": Writing.DONE, "l": Writing.LOST, "g": Writing.GONE}
 
@@ -63,9 +66,11 @@ class RedisRecords:
         arguments = (record.name, record.claim or "", *room, request, record.owner, int(record.in_background))
 
         def opened(found: bytes) -> str:
-            if found not in (b"", b"full") and record.claim is None:
+            if found in (b"", b"full"):
+                return found.decode()
+            if record.claim is None:
                 raise ValueError("it names a record without a claim")
-            return found.decode()
+            return _name(found)
 
         found = await self._call("open", *arguments, read=opened)
         if found == "full":
@@ -77,7 +82,7 @@ class RedisRecords:
 
         async def name(redis: Redis) -> str | None:
             found = await redis.get(key)
-            return found.decode() if isinstance(found, bytes) else None
+            return None if found is None else _name(found)
 
         return await self._state.call(name)
 
@@ -151,9 +156,9 @@ class RedisRecords:
             self._writing = None
 
     async def _unseal(self, operation: str, *arguments: str | int, read: Callable[[Any], T | None]) -> T | None:
-        """Return the result of `read` on a reply; None if the content of two replies cannot be trusted.
+        """Return the result of `read` on a reply; None if two replies have no content, or none that can be trusted.
 
-        A bit that flips on the way back does not flip again.
+        A bit that flips in the record's name, or on the way back, does not flip again.
         """
 
         def attempt(reply: Any) -> T | UnsealedError | None:  # Any: as the operation says
@@ -163,7 +168,7 @@ class RedisRecords:
                 return error
 
         found = await self._call(operation, *arguments, read=attempt)
-        if isinstance(found, UnsealedError):
+        if found is None or isinstance(found, UnsealedError):
             found = await self._call(operation, *arguments, read=attempt)
         if isinstance(found, UnsealedError):
             self._log.error("answer.refused", reason=str(found))
@@ -190,6 +195,18 @@ def _outcomes(count: int, letters: bytes) -> list[Writing]:
     if len(letters) != count:
         raise ValueError(f"{len(letters)} outcomes of {count} appends")
     return [OUTCOMES[letter] for letter in letters.decode()]
+
+
+def _name(found: Any) -> str:  # Any: a reply, which may be damaged
+    """Return the name of a record in a reply.
+
+    Raises:
+        ValueError: it is none.
+    """
+    name: str = found.decode()
+    if NAME.fullmatch(name) is None:
+        raise ValueError("it is not the name of a record")
+    return name
 
 
 def _digest(name: str) -> str:

@@ -222,7 +222,10 @@ async def _record(
         return _plain(context, plan)
     if claimed is not None:
         answers.forget_owner(owner)
-        return await join(context, kind, claimed, NO_EVENT, opening.body)
+        assert claim is not None, "a record without a claim is always a new one"
+        if (holder := await _confirmed(context, claim, claimed)) is None:
+            raise UnavailableError("The answer with this 'Idempotency-Key' was not found just now; try again.")
+        return await join(context, kind, holder, NO_EVENT, opening.body)
     recorded = RecordedAnswer(
         answers,
         name,
@@ -319,7 +322,27 @@ def _claim(request: Request, caller: Caller, requester: Requester, path: str) ->
 
 
 async def _claimed(context: Context, claim: str) -> str | None:
+    """Return the name of the record with a claim; None also if the records are unavailable.
+
+    Raises:
+        UnavailableError: there is one, but its name could not be confirmed.
+    """
     try:
-        return await context.answers.records.claimed(claim)
+        name = await context.answers.records.claimed(claim)
     except UnavailableError:
         return None
+    return await _confirmed(context, claim, name)
+
+
+async def _confirmed(context: Context, claim: str, name: str | None) -> str | None:
+    """Return the name of the record with a claim, which was read as `name`, as soon as two replies agree.
+
+    A name that was damaged on the way is not damaged in the same way again. A client that repeats its request would
+    take it for the end of its answer that there is no record of that name.
+    """
+    while name is not None:
+        again = await context.answers.records.claimed(claim)
+        if again == name:
+            break
+        name = again
+    return name
