@@ -6,6 +6,8 @@ The response begins the answer, and closes it if the client disconnects, which a
 from __future__ import annotations
 
 import asyncio
+import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 from starlette.responses import Response
@@ -179,18 +181,18 @@ class StreamDelivery:
         has_begun = False
         try:
             while (updates := await answer.next_updates()) is None or updates:
-                if self._numbers is not None and updates and not answer.keeps_numbers:
-                    self._numbers.stop()
-                events = self._render(updates)
+                events = self._render(answer, updates)
                 if not has_begun:
-                    if self._numbers is not None and updates is not None:
-                        self._numbers.check(answer)
+                    if not self._is_status_known(answer, updates):
+                        continue
                     await send(STREAM_START)
                     has_begun = True
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
                     self._sent_at = asyncio.get_running_loop().time()
             ending = self._renderer.ending(answer.usage)
+        except UnknownEventError:
+            raise
         except PandoError as error:
             # A failure that is recorded is a part of the stream, wherever the client continues.
             if not has_begun and not answer.is_complete:
@@ -204,12 +206,28 @@ class StreamDelivery:
             await send(STREAM_START)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
-    def _render(self, updates: Sequence[ChoiceUpdate] | None) -> bytes:
+    def _is_status_known(self, answer: Answer, updates: Sequence[ChoiceUpdate] | None) -> bool:
+        """Whether the stream can begin; not before the events that the client has received are known.
+
+        Raises:
+            UnknownEventError: see `EventNumbers.check`.
+        """
+        if self._numbers is None:
+            return True
+        if updates is None:
+            return self._numbers.has_caught_up
+        self._numbers.check(answer)
+        return True
+
+    def _render(self, answer: Answer, updates: Sequence[ChoiceUpdate] | None) -> bytes:
         if updates is None:
             # An id stays in force in clients, some of which take every blank line after it for the end of an event.
             return KEEP_ALIVE if self._numbers is None else KEEP_ALIVE[:-1]
-        events = b"".join(map(self._renderer.events, updates))
-        return events if self._numbers is None else self._numbers.number(events)
+        if self._numbers is None:
+            return b"".join(map(self._renderer.events, updates))
+        if not answer.keeps_numbers:
+            self._numbers.stop()
+        return b"".join([self._numbers.number(self._renderer.events(update), update) for update in updates])
 
     def _tick(self, answer: Answer) -> None:
         """Nudge a reader that has waited for `keep_alive_s`. One timer per stream is cheaper than one per token."""
@@ -220,34 +238,71 @@ class StreamDelivery:
         self._ticking = loop.call_later(left if left > 0 else self._keep_alive_s, self._tick, answer)
 
 
-class EventNumbers:
-    """Gives the events of a stream consecutive ids, and leaves out those that the client has received."""
+@dataclass(frozen=True, slots=True)
+class ReceivedEvent:
+    """The last event that a client has received, by its id."""
 
-    def __init__(self, answer_id: str, received: int = -1) -> None:
-        """`received` is the number of the last event that the client has received; the first has number 0."""
+    number: int
+    # None: the client names the number alone.
+    check: int | None = None
+
+
+NO_EVENT = ReceivedEvent(-1)
+
+
+class UnknownEventError(InvalidRequestError):
+    """The answer has no such event, so that the events after it cannot be found."""
+
+
+class EventNumbers:
+    """Gives the events of a stream consecutive ids, and leaves out those that the client has received.
+
+    An id is `<answer>/<number>.<check>`. The check is a CRC-32 of all updates up to the event's: a gateway that is cut
+    off from the record sends events that another gateway, which takes the record over, may generate in other portions,
+    and so under other numbers.
+    """
+
+    def __init__(self, answer_id: str, seed: int | None, received: ReceivedEvent = NO_EVENT) -> None:
+        """`received` is the last event that the client has received; the first has number 0.
+
+        `seed`, the answer's own, begins the check, which then says less about the text to others who see an id.
+        """
         self._prefix = b"id: %s/" % answer_id.encode()
+        self._check = zlib.crc32(str(seed).encode())
         self._received = received
         self._next = 0
         self._has_stopped = False
+        # The client has received another event than the one with its number.
+        self._differs = False
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether the events that the client has received are among those so far."""
+        return self._next > self._received.number
 
     def stop(self) -> None:
         """Give no more ids: with them, a client would continue elsewhere in the answer than it has come."""
         self._has_stopped = True
 
-    def number(self, events: bytes) -> bytes:
-        """Return those of `events` that the client has not received, each with its id."""
+    def number(self, events: bytes, update: ChoiceUpdate | None = None) -> bytes:
+        """Return those of an update's `events` that the client has not received, each with its id; None: the ending."""
+        if update is not None:
+            position = f"{update.index} {len(update.token_ids)} {update.text}"
+            self._check = zlib.crc32(position.encode(), self._check)
         # JSON has no line breaks, so that a blank line always ends an event.
-        if self._has_stopped and self._next > self._received:
+        if self._has_stopped and self.has_caught_up:
             # An empty id takes the last one back, of which clients would make use.
             return b"id\n" + events if events else events
-        if events.find(b"\n\n") == len(events) - 2 and self._next > self._received:
+        if events.find(b"\n\n") == len(events) - 2 and self.has_caught_up:
             # The usual case, of one new event, without cutting it out.
             self._next += 1
-            return b"%s%d\n%s" % (self._prefix, self._next - 1, events)
+            return b"%s%d.%08x\n%s" % (self._prefix, self._next - 1, self._check, events)
         pieces = []
         for event in events.split(b"\n\n")[:-1]:
-            if self._next > self._received:
-                pieces.append(b"%s%d\n%s\n\n" % (self._prefix, self._next, event))
+            if self.has_caught_up:
+                pieces.append(b"%s%d.%08x\n%s\n\n" % (self._prefix, self._next, self._check, event))
+            elif self._next == self._received.number:
+                self._compare()
             self._next += 1
         return b"".join(pieces)
 
@@ -255,11 +310,24 @@ class EventNumbers:
         """Check that the client's last event is among those that are known so far.
 
         Raises:
-            InvalidRequestError: it is not; the events after it could not be found.
+            UnknownEventError: it is not; the events after it could not be found.
         """
-        if self._received >= self._next and not answer.is_complete:
-            message = f"Event {self._received} of this answer has not been sent; the last one is {self._next - 1}."
-            raise InvalidRequestError(message, param="Last-Event-ID")
+        if not self.has_caught_up:
+            if not answer.is_complete:
+                number, last = self._received.number, self._next - 1
+                message = f"Event {number} of this answer has not been sent; the last one is {last}."
+                raise UnknownEventError(message, param="Last-Event-ID")
+            # It is one of the ending, which is not rendered yet.
+            self._compare()
+        if self._differs:
+            message = (
+                f"The answer went on without event {self._received.number} as it was sent: another gateway, which did "
+                "not have it, has generated it again. Continue after an earlier event, or send the request again."
+            )
+            raise UnknownEventError(message, param="Last-Event-ID")
+
+    def _compare(self) -> None:
+        self._differs = self._received.check not in (None, self._check)
 
 
 class BackgroundDelivery:

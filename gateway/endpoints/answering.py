@@ -21,9 +21,11 @@ from common.names import check_name
 from gateway.answer_records.records import NewRecord, claim_name, record_name
 from gateway.delivery.answers import PlainAnswer
 from gateway.delivery.deliveries import (
+    NO_EVENT,
     AnswerResponse,
     BackgroundDelivery,
     EventNumbers,
+    ReceivedEvent,
     StreamDelivery,
     WholeDelivery,
     end_at_once,
@@ -50,7 +52,8 @@ BodyT = TypeVar("BodyT", bound=Schema)
 
 IDEMPOTENCY_KEY = "idempotency-key"
 LAST_EVENT_ID = "last-event-id"
-NO_EVENT = -1
+# Of the id of an event, after the answer's.
+EVENT_NUMBER = re.compile(r"([0-9]{1,9})(?:\.([0-9a-f]{8}))?")
 PLAIN_AIOHTTP = re.compile(r"Python/[\d.]+ aiohttp/")
 
 
@@ -123,12 +126,12 @@ async def join(
     context: Context,
     kind: AnswerKind[BodyT],
     name: str,
-    received: int = NO_EVENT,
+    received: ReceivedEvent = NO_EVENT,
     raw: Json | None = None,
     *,
     streams: bool = False,
 ) -> Response:
-    """Deliver a recorded answer after event number `received`; `raw` is the body that must be the same.
+    """Deliver a recorded answer after the event `received`; `raw` is the body that must be the same.
 
     `streams` requires its events, also if its own request had asked for something else.
 
@@ -146,7 +149,7 @@ async def join(
         raise HttpError(400, "This response has no events: it was created without 'stream' and 'background'.")
     if plan.receipt is not None and not streams:
         return await plan.receipt()
-    delivery = _delivery(context, plan, EventNumbers(opening.id, received))
+    delivery = _delivery(context, plan, EventNumbers(opening.id, opening.seed, received))
     return AnswerResponse(_reader(context, name, plan, opening), delivery)
 
 
@@ -235,7 +238,7 @@ async def _record(
         buffer_bytes=_buffer(context, plan),
     )
     if not plan.in_background:
-        return AnswerResponse(recorded, _delivery(context, plan, EventNumbers(opening.id)))
+        return AnswerResponse(recorded, _delivery(context, plan, EventNumbers(opening.id, opening.seed)))
     try:
         await recorded.begin(lambda: None)
     except BaseException:
@@ -245,7 +248,8 @@ async def _record(
     if plan.receipt is not None:
         return await plan.receipt()
     again = await plan_again(context, kind, opening)
-    return AnswerResponse(_reader(context, name, again, opening), _delivery(context, again, EventNumbers(opening.id)))
+    delivery = _delivery(context, again, EventNumbers(opening.id, opening.seed))
+    return AnswerResponse(_reader(context, name, again, opening), delivery)
 
 
 async def _generate_in_background(recorded: RecordedAnswer, delivery: Delivery) -> None:
@@ -290,16 +294,18 @@ def _with_seed(request: GenerateRequest, seed: int | None) -> GenerateRequest:
     return replace(request, options=replace(options, sampling=replace(options.sampling, seed=seed)))
 
 
-def last_event(request: Request) -> tuple[str, int] | None:
-    """Return the answer's id and the number in the header Last-Event-ID, if the request has it."""
+def last_event(request: Request) -> tuple[str, ReceivedEvent] | None:
+    """Return the answer's id and the event in the header Last-Event-ID, if the request has it."""
     value = request.headers.get(LAST_EVENT_ID)
     if not value:
         return None
-    answer_id, _, number = check_name("Last-Event-ID", value).rpartition("/")
-    if not answer_id or not (number.isascii() and number.isdecimal()):
-        message = "'Last-Event-ID' should be the id of an event of a stream of this server, such as 'chatcmpl-…/17'."
+    answer_id, _, event = check_name("Last-Event-ID", value).rpartition("/")
+    parts = EVENT_NUMBER.fullmatch(event)
+    if not answer_id or parts is None:
+        message = "'Last-Event-ID' should be the id of an event of a stream, such as 'chatcmpl-…/17.0f3a9c2b'."
         raise InvalidRequestError(message, param="Last-Event-ID")
-    return answer_id, int(number)
+    number, check = parts.groups()
+    return answer_id, ReceivedEvent(int(number), None if check is None else int(check, 16))
 
 
 def _reads_lines(request: Request, raw: Json) -> bool:

@@ -159,7 +159,7 @@ class Exchange:
     @property
     def events(self) -> list[int]:
         """The numbers of the events that have an id."""
-        return [int(each.rpartition("/")[2]) for each in self.event_ids]
+        return [int(each.rpartition("/")[2].partition(".")[0]) for each in self.event_ids]
 
     def note_event(self) -> None:
         """An event has arrived."""
@@ -424,8 +424,8 @@ def _request(exchange: Exchange, body: Mapping[str, Any], headers: Mapping[str, 
     """Return the request that begins an answer, or continues it."""
     path = exchange.case.path
     if exchange.event_ids and body.get("background"):
-        response_id, _, number = exchange.event_ids[-1].rpartition("/")
-        return {"method": "GET", "url": f"{path}/{response_id}?stream=true&starting_after={number}"}
+        response_id = exchange.event_ids[-1].rpartition("/")[0]
+        return {"method": "GET", "url": f"{path}/{response_id}?stream=true&starting_after={exchange.events[-1]}"}
     return {"method": "POST", "url": path, "json": dict(body), "headers": dict(headers)}
 
 

@@ -128,6 +128,7 @@ def faked(
 def stable(text: str) -> str:
     """Replace what differs from run to run."""
     text = re.sub(r"(chatcmpl|cmpl)-[0-9a-f]{32}", r"\1-ID", text)
+    text = re.sub(r"^(id: \S+/\d+)\.[0-9a-f]{8}$", r"\1.CHECK", text, flags=re.MULTILINE)
     return re.sub(r'"created":\d+', '"created":0', text)
 
 

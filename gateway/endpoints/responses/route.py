@@ -13,9 +13,9 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from common.errors import InvalidRequestError, QueueFullError, UnavailableError
 from gateway.answer_records.records import NO_CHUNKS, record_name
+from gateway.delivery.deliveries import NO_EVENT, ReceivedEvent
 from gateway.delivery.recorded_answer import CANCELLED_END
 from gateway.endpoints.answering import (
-    NO_EVENT,
     AnswerKind,
     AnswerPlan,
     add_continuation,
@@ -76,7 +76,7 @@ def _add_retrieval(router: APIRouter, context: Context) -> None:
         request: Request,
         response_id: str,
         stream: bool = False,
-        starting_after: int = Query(NO_EVENT, ge=NO_EVENT),
+        starting_after: int = Query(NO_EVENT.number, ge=NO_EVENT.number),
         caller: Caller = Depends(context.caller),
     ) -> Response:
         """Return a stored response or one in the background, or its events after the number `starting_after`."""
@@ -87,7 +87,7 @@ def _add_retrieval(router: APIRouter, context: Context) -> None:
                     context,
                     RESPONSES,
                     _name(caller, response_id),
-                    starting_after if received is None else received[1],
+                    ReceivedEvent(starting_after) if received is None else received[1],
                     streams=True,
                 )
             found = await _current(context, caller, response_id)

@@ -37,7 +37,7 @@ class Seen:
     @property
     def numbers(self) -> list[int]:
         """The numbers of the events."""
-        return [int(each.rpartition("/")[2]) for each in self.ids]
+        return [int(each.rpartition("/")[2].partition(".")[0]) for each in self.ids]
 
     @property
     def chunks(self) -> list[dict[str, Any]]:

@@ -159,11 +159,13 @@ async def test_continuing_is_refused_with_the_reason() -> None:
         other = await read(port, Seen([seen.last_id]), body={**BODY, "temperature": 0.5})
         assert "another body" in error_of(other, 422)["message"]
         assert error_of(await read(port, Seen([seen.last_id]), path="/v1/completions"), 404)
-        for wrong in ("17", "x/y", "/3", f"{answer_id}/-1"):
+        for wrong in ("17", "x/y", "/3", f"{answer_id}/-1", f"{answer_id}/1.", f"{answer_id}/1.0f3a9c2B"):
             refused = error_of(await read(port, Seen([wrong]), body=BODY), 400)
             assert refused["param"] == "Last-Event-ID"
         ahead = error_of(await read(port, Seen([f"{answer_id}/39"]), body=BODY), 400)
         assert "has not been sent" in ahead["message"]
+        unlike = error_of(await read(port, Seen([f"{seen.last_id[:-8]}0f3a9c2b"]), body=BODY), 400)
+        assert (unlike["param"], "as it was sent" in unlike["message"]) == ("Last-Event-ID", True)
         assert "Last-Event-ID" in error_of(await read(port, Seen()), 405)["message"]
     assert len([one for one in gateway.pipeline.submitted if one.options.resume is None]) == 1
 

@@ -50,7 +50,9 @@ async def test_a_stream_opens_and_closes_each_block() -> None:
     events = [event.split("\n") for event in response.text.strip().split("\n\n")]
     datas = [orjson.loads(data.removeprefix("data: ")) for _, _, data in events]
     assert [event.removeprefix("event: ") for _, event, _ in events] == [data["type"] for data in datas]
-    assert [id_.rpartition("/")[2] for id_, _, _ in events] == [str(number) for number in range(len(events))]
+    assert [id_.rpartition("/")[2].partition(".")[0] for id_, _, _ in events] == [
+        str(number) for number in range(len(events))
+    ]
     kinds = [data["type"] for data in datas if data["type"] != "content_block_delta"]
     block = ["content_block_start", "content_block_stop"]
     assert kinds == ["message_start", *block * 3, "message_delta", "message_stop"]
