@@ -96,6 +96,8 @@ class HostTier:
         if self.storage is None:
             return None
         given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy(), "max_pages": max_pages}
+        if least_pages:
+            given["least_pages"] = least_pages
         with self._operation("prefetch", given) as outcome:
             fetch = self.storage.prefetch(self._view_of(view), token_ids, max_pages, least_pages)
             outcome["fetch"] = fetch and fetch.number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,17 +13,23 @@ from hypothesis.stateful import invariant, rule
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode, encode_header, replay
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.queue import QueueOrder
 from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.core.harness import Arrival, Harness, make_request
 from tests.services.scheduler.core.test_row_snapshots import SnapshotMachine
+from tests.services.scheduler.core.test_storage import WAIT
 from tests.services.scheduler.core.test_stored_snapshot_properties import StoredSnapshotMachine
+from tests.services.scheduler.core.test_stored_snapshots import hybrid
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from services.scheduler.cache.debug.replay import ReplayResult
     from services.scheduler.cache.tiers.config import HostConfig, StorageConfig
+    from tests.fakes.storing_worker import Objects
 
 PROMPT = list(range(10, 31))
 
@@ -112,6 +119,23 @@ def test_a_line_whose_pages_were_damaged_is_where_the_replay_differs(pages: obje
     difference = recording.replay().difference
     assert difference is not None
     assert difference.operation == at + 1
+
+
+@pytest.mark.parametrize("least", [0, 30, 100])
+def test_look_ups_come_out_the_same_however_much_they_had_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """Where not all of storage is waited for, the rates that were measured say how deep a snapshot has to be."""
+    objects: Objects = {}
+    hybrid(tmp_path / "keys.db", objects).serve("cold")
+    server = hybrid(tmp_path / "keys.db", objects, config=replace(WAIT, policy=PrefetchPolicy.TIMEOUT))
+    recording = Recording(server.harness)
+    loads = server.harness.core.memory.loads
+    assert loads is not None
+    monkeypatch.setattr(loads.costs, "storage_pays", lambda *_: True)
+    monkeypatch.setattr(loads.costs, "least_stored", lambda *_: least)
+    assert server.serve("warm") == (44 if least <= 44 else 0)
+    recording.check(loads.host.config, server.storage.config)
 
 
 class RecordedMachine(SnapshotMachine):
