@@ -100,7 +100,7 @@ class TextAttention:
     ) -> None:
         """Prepare for consecutive texts of `lengths` tokens, which see `window` tokens to each side; None: all."""
         self._heads = heads
-        self._lengths = lengths
+        self.lengths = lengths
         self._device = device
         self._window = window
         self._longest = int(lengths.max(initial=0))
@@ -117,7 +117,7 @@ class TextAttention:
         hidden = qkv.shape[1] // 3
         heads = qkv.view(-1, 3, self._heads, hidden // self._heads)
         if self._are_equal:
-            texts = heads.view(len(self._lengths), self._longest, *heads.shape[1:])
+            texts = heads.view(len(self.lengths), self._longest, *heads.shape[1:])
             attended = scaled_dot_product_attention(*texts.permute(2, 0, 3, 1, 4))
             return attended.transpose(1, 2).reshape(-1, hidden)
         if self._ends is not None and len(qkv) and _suits_flash(heads):
@@ -141,7 +141,7 @@ class TextAttention:
 
     @cached_property
     def _groups(self) -> list[_Group]:
-        lengths, starts = self._lengths, np.cumsum(self._lengths) - self._lengths
+        lengths, starts = self.lengths, np.cumsum(self.lengths) - self.lengths
         buckets = -(-lengths // _STEP)
         return [
             _group(starts[buckets == one], lengths[buckets == one], self._device, self._window)

@@ -171,6 +171,18 @@ class VisionLayer:
         self.down.add_to(activate(self.up(normed(hidden, self.feed_forward_norm, epsilon))), hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedLayer:
+    """One layer whose norms have scales only (RMS), and whose feed-forward layer is gated."""
+
+    attention_norm: torch.Tensor  # [hidden]
+    qkv: Linear
+    attention_output: Linear
+    feed_forward_norm: torch.Tensor  # [hidden]
+    gate_up: GatedLinear
+    down: Linear
+
+
 def normed(hidden: torch.Tensor, norm: Norm, epsilon: float) -> torch.Tensor:
     """Return `hidden` [patches, hidden], normalised."""
     return layer_norm(hidden, hidden.shape[1:], norm.weight, norm.bias, epsilon)

@@ -10,11 +10,12 @@ import torch
 from torch.nn.functional import gelu
 
 from services.worker.engine.encoder.model import TextAttention
+from services.worker.engine.kernels.cpu.encoder_layers import fuse_encoder_layers
 from services.worker.engine.model.config import Activation
 from services.worker.engine.uploads import to_device
 from services.worker.engine.vision.axes import read_axes
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
-from services.worker.engine.vision.encoder import VisionReader, aligned, batches
+from services.worker.engine.vision.encoder import GatedLayer, VisionReader, aligned, batches
 from services.worker.engine.vision.family import VisionFamily
 from services.worker.engine.vision.patches import (
     BATCH_PATCHES,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from services.worker.engine.checkpoints.interface import Checkpoint
-    from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
+    from services.worker.engine.kernels.interface import Kernels
     from services.worker.engine.model.family import JsonConfig
     from services.worker.engine.vision.encoder import EncoderImage
 
@@ -61,16 +62,6 @@ def read_config(config: JsonConfig) -> VisionConfig:
         full_layers=tuple(vision.get("fullatt_block_indexes", (7, 15, 23, 31))),
         axes=read_axes(text, _SECTIONS),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: torch.Tensor
-    qkv: Linear
-    attention_output: Linear
-    feed_forward_norm: torch.Tensor
-    gate_up: GatedLinear
-    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +95,9 @@ class Qwen25Encoder:
         self._mixed = read.linear("merger.mlp.0", inputs, inputs)
         self._projection = read.linear("merger.mlp.2", config.width, inputs)
         self._rotation = PatchRotation(config.head_dim, device)
+        self._fused = fuse_encoder_layers(
+            self._layers, config.full_layers, self._last_norm, config.heads, config.norm_epsilon
+        )
 
     def count(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> int:
         """See `VisionEncoder.count`."""
@@ -146,10 +140,22 @@ class Qwen25Encoder:
 
         After a first run, nothing comes from the host's memory, so a CUDA graph can have all of it.
         """
-        config, kernels, square, order = self.config, self._kernels, self.config.merge**2, prepared.order
+        config, square, order = self.config, self.config.merge**2, prepared.order
         # Squares of patches that attend to each other are neighbours from here on.
         hidden = _in_order(self._patches(prepared.pixels), order, square)
         angles = _in_order(self._rotation.angles(prepared.coordinates), order, square)
+        if self._fused is not None:
+            normed = self._fused(hidden, angles, prepared.windows.lengths, prepared.frames.lengths)
+        else:
+            normed = self._run_layers(hidden, angles, prepared)
+        merged = self._projection(gelu(self._mixed(normed.view(-1, square * config.hidden_size))))
+        embeddings = torch.empty_like(merged)
+        embeddings[order] = merged
+        return embeddings
+
+    def _run_layers(self, hidden: torch.Tensor, angles: torch.Tensor, prepared: PreparedPatches) -> torch.Tensor:
+        """Run `hidden` [patches, hidden] through the layers, in place, and return it normalised."""
+        config, kernels = self.config, self._kernels
         cosines, sines = angles.cos(), angles.sin()
         for i, layer in enumerate(self._layers):
             attention = prepared.frames if i in config.full_layers else prepared.windows
@@ -158,11 +164,7 @@ class Qwen25Encoder:
             layer.attention_output.add_to(attention(qkv), hidden)
             normed = kernels.rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon)
             layer.down.add_to(layer.gate_up(normed), hidden)
-        normed = kernels.rms_norm(hidden, self._last_norm, config.norm_epsilon)
-        merged = self._projection(gelu(self._mixed(normed.view(-1, square * config.hidden_size))))
-        embeddings = torch.empty_like(merged)
-        embeddings[order] = merged
-        return embeddings
+        return kernels.rms_norm(hidden, self._last_norm, config.norm_epsilon)
 
     def _sent(self, values: NDArray[np.int64]) -> torch.Tensor:
         return to_device(values, self._device)
@@ -192,9 +194,9 @@ def _in_order(patches: torch.Tensor, order: torch.Tensor, square: int) -> torch.
     return patches.view(-1, square, patches.shape[1])[order].flatten(0, 1)
 
 
-def _layer(read: VisionReader, name: str, config: VisionConfig) -> _Layer:
+def _layer(read: VisionReader, name: str, config: VisionConfig) -> GatedLayer:
     hidden, inner = config.hidden_size, config.intermediate_size
-    return _Layer(
+    return GatedLayer(
         attention_norm=read.tensor(f"{name}.norm1.weight", hidden),
         qkv=read.linear(f"{name}.attn.qkv", 3 * hidden, hidden),
         attention_output=read.linear(f"{name}.attn.proj", hidden, hidden),

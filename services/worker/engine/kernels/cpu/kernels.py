@@ -78,7 +78,7 @@ class CpuLinear:
         self.library = library
         self.matrix = matrix
         self.element_type = ELEMENT_TYPES[dtype]
-        self._threads = threads
+        self.threads = threads
         self._arguments = ctypes.pointer(matrix.arguments)
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,7 +99,7 @@ class CpuLinear:
         assert outputs.is_contiguous(), "operators write contiguous activations"
         self.library.linear(
             inputs.data_ptr(), self._arguments, self.element_type, inputs.shape[0], outputs.data_ptr(), accumulate,
-            self._threads,
+            self.threads,
         )  # fmt: skip
 
 

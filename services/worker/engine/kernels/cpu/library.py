@@ -67,6 +67,7 @@ class AttentionArguments(ctypes.Structure):
         ("window_left", c_int),
         ("is_chunked", c_int),
         ("block_count", c_int),
+        ("sees_all", c_int),
         ("scale", c_float),
         ("softcap", c_float),
     )

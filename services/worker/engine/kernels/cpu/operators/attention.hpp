@@ -1,5 +1,5 @@
 // Attention over paged keys and values, for decoding rows and prefill chunks alike: causal, but for blocks of tokens that
-// see each other.
+// see each other, and for rows of an encoder, which see all of their keys.
 //
 // A task takes up to kMaxLines lines (pairs of token and query head) that share a KV head, and goes through their keys
 // block by block with a running maximum and sum (online softmax: Milakov and Gimelshein 2018). Blocks begin at
@@ -40,6 +40,7 @@ struct AttentionArguments {
   int window_left;  // keys that a query sees before its own position; negative: all
   int is_chunked;   // whether it sees only those of its own chunk of window_left + 1 tokens
   int block_count;
+  int sees_all;     // whether every query sees all keys of its row; there are no blocks then, and no window
   float scale;      // of scores before the softmax
   float softcap;    // scores are bent into (-softcap, softcap) by a hyperbolic tangent; 0: they are not
 };
@@ -237,8 +238,9 @@ inline int least_key(const AttentionArguments& a, int position) {
   return a.is_chunked ? position - position % (a.window_left + 1) : std::max(0, position - a.window_left);
 }
 
-// After the last key that `token` of the batch sees, whose own key is the one at `position`.
-inline int key_end(const AttentionArguments& a, int token, int position) {
+// After the last key that `token` of the batch sees, whose own key is the one of `row` at `position`.
+inline int key_end(const AttentionArguments& a, int row, int token, int position) {
+  if (a.sees_all) return a.key_lengths[row];
   for (int i = 0; i < a.block_count; ++i) {
     const int32_t* block = a.blocks + 4 * i;
     if (block[1] <= token && token < block[2]) return block[3];
@@ -249,7 +251,7 @@ inline int key_end(const AttentionArguments& a, int token, int position) {
 // After the last key that anyone sees: a task's last token sees most.
 inline int end_of(const AttentionArguments& a, const AttentionTask& task) {
   const int last = task.tokens - 1;
-  return key_end(a, a.query_starts[task.row] + task.first_token + last, position_of(a, task) + last);
+  return key_end(a, task.row, a.query_starts[task.row] + task.first_token + last, position_of(a, task) + last);
 }
 
 template <typename Element>
@@ -295,7 +297,7 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
   const HeadPages<Element> pages = pages_of(a, task, keys, values);
   const int length = end_of(a, task);
   int ends[kMaxLines];  // of each token
-  for (int i = 0; i < task.tokens; ++i) ends[i] = key_end(a, static_cast<int>(first_token) + i, position + i);
+  for (int i = 0; i < task.tokens; ++i) ends[i] = key_end(a, task.row, static_cast<int>(first_token) + i, position + i);
   KeyBlock<Element> next = first_block(a, task, keys, values);
   for (int start = pages.least / kKeyBlock * kKeyBlock; start < length; start += kKeyBlock) {
     const KeyBlock<Element> block = next;

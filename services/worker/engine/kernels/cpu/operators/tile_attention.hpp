@@ -270,7 +270,7 @@ inline void load_lines(const AttentionArguments& a, const AttentionTask& task, i
     }
     std::fill(target + a.head_dim, target + depth, BFloat16{});
     scratch.begins[line] = least_key(a, position + own);
-    scratch.ends[line] = key_end(a, token + own, position + own);
+    scratch.ends[line] = key_end(a, task.row, token + own, position + own);
     scratch.sums[line] = Vector{};
     // A finite maximum: where a line sees no key of its first blocks, its shares are zero and no number is undefined.
     scratch.maxima[line] = std::numeric_limits<float>::lowest();
