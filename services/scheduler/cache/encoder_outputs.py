@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from common.types import EncoderOutputId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from common.types import RowImage, Subject
     from services.scheduler.cache.types import Scope
@@ -66,6 +66,8 @@ class EncoderOutput:
     key: OutputKey
     state: OutputState = OutputState.PROMISED
     users: int = 0
+    unused_since: int = 0
+    """How many times outputs had become unused before this one did last."""
 
 
 class EncoderOutputs:
@@ -85,8 +87,10 @@ class EncoderOutputs:
         self.capacity = capacity
         self.embeddings = 0
         self.evicted = 0
-        # Least recently used first.
         self._outputs: dict[OutputKey, EncoderOutput] = {}
+        # Those that are kept and that no row uses, by subject, least recently used first.
+        self._unused: dict[Scope, dict[EncoderOutputId, EncoderOutput]] = {}
+        self._times_unused = 0
         self._of_tenants: Counter[Scope] = Counter()
         self._of_subjects: Counter[Scope] = Counter()
         self._dropped: list[EncoderOutputId] = []
@@ -100,9 +104,7 @@ class EncoderOutputs:
         output = self._outputs.get(output_key(scope, image))
         if output is None or output.state is not OutputState.READY:
             return None
-        self._outputs[output.key] = self._outputs.pop(output.key)
-        output.users += 1
-        return output
+        return self.share(output)
 
     def promise(self, scope: Scope, image: RowImage) -> EncoderOutput | None:
         """Make room for the output of an image that a row will encode; the caller uses it until `release`.
@@ -119,6 +121,8 @@ class EncoderOutputs:
 
     def share(self, output: EncoderOutput) -> EncoderOutput:
         """Use an output once more, until `release`."""
+        if output.state is OutputState.READY and not output.users:
+            self._set_used(output)
         output.users += 1
         return output
 
@@ -133,7 +137,12 @@ class EncoderOutputs:
     def release(self, output: EncoderOutput) -> None:
         """Use an output no longer; one that is only promised will not be encoded, as far as is known."""
         output.users -= 1
-        if output.users or output.state is OutputState.READY:
+        if output.users:
+            return
+        if output.state is OutputState.READY:
+            self._times_unused += 1
+            output.unused_since = self._times_unused
+            self._unused.setdefault(output.key.subject, {})[output.output_id] = output
             return
         if output.state is OutputState.PROMISED:
             self._remove(output)
@@ -164,6 +173,7 @@ class EncoderOutputs:
         for output in self._outputs.values():
             output.state = OutputState.DROPPED
         self._outputs.clear()
+        self._unused.clear()
         self._of_tenants.clear()
         self._of_subjects.clear()
         self._dropped.clear()
@@ -176,50 +186,41 @@ class EncoderOutputs:
         owners = self._of_tenants, self._of_subjects
         if any(counts.total() != total or not all(counts.values()) for counts in owners):
             found.append("owners' embeddings are miscounted")
+        unused = {
+            each.output_id for each in self._outputs.values() if each.state is OutputState.READY and not each.users
+        }
+        if unused != {number for numbers in self._unused.values() for number in numbers}:
+            found.append("other outputs are unused")
         return found
 
     def _make_room(self, key: OutputKey) -> bool:
         """Evict until an output fits; nothing is evicted for one that cannot."""
         missing = self.embeddings + key.cost - self.capacity
+        if missing <= 0:
+            return True
         victims: list[EncoderOutput] = []
         tenants, subjects = self._of_tenants.copy(), self._of_subjects.copy()
         tenants[key.tenant] += key.cost
         subjects[key.subject] += key.cost
-        unused = self._unused_by_owner()
+        unused = {subject: iter(outputs.values()) for subject, outputs in self._unused.items()}
+        # Only a subject's oldest output can be next.
+        oldest = {subject: next(outputs) for subject, outputs in unused.items()}
         while missing > 0:
-            # Only an owner's oldest output can be next, so it suffices to look at one of each.
-            oldest = [outputs[0] for outputs in unused.values()]
-
-            def rank(entry: tuple[int, EncoderOutput]) -> tuple[int, int, int]:
-                age, output = entry
-                return tenants[output.key.tenant], subjects[output.key.subject], age
-
-            found = max(
-                (each for each in oldest if _may_displace(key, each[1].key, tenants, subjects)), key=rank, default=None
-            )
-            if found is None:
+            victim = _first_to_go(key, oldest, tenants, subjects)
+            if victim is None:
                 return False
-            victim = found[1]
             victims.append(victim)
-            owner = victim.key.tenant, victim.key.subject
-            unused[owner].popleft()
-            if not unused[owner]:
-                del unused[owner]
             missing -= victim.key.cost
             tenants[victim.key.tenant] -= victim.key.cost
             subjects[victim.key.subject] -= victim.key.cost
+            following = next(unused[victim.key.subject], None)
+            if following is None:
+                del oldest[victim.key.subject]
+            else:
+                oldest[victim.key.subject] = following
         self.evicted += len(victims)
         self._drop(victims)
         return True
-
-    def _unused_by_owner(self) -> dict[tuple[Scope, Scope], deque[tuple[int, EncoderOutput]]]:
-        """Return the ages and outputs that no row uses, by tenant and subject, least recently used first."""
-        unused: dict[tuple[Scope, Scope], deque[tuple[int, EncoderOutput]]] = {}
-        for position, output in enumerate(self._outputs.values()):
-            if output.state is OutputState.READY and not output.users:
-                owner = output.key.tenant, output.key.subject
-                unused.setdefault(owner, deque()).append((-position, output))
-        return unused
 
     def _drop(self, outputs: Iterable[EncoderOutput]) -> None:
         for output in outputs:
@@ -228,7 +229,16 @@ class EncoderOutputs:
             if was_ready:
                 self._dropped.append(output.output_id)
 
+    def _set_used(self, output: EncoderOutput) -> None:
+        """Take an output out of those that no row uses."""
+        subject = output.key.subject
+        del self._unused[subject][output.output_id]
+        if not self._unused[subject]:
+            del self._unused[subject]
+
     def _remove(self, output: EncoderOutput) -> None:
+        if output.state is OutputState.READY and not output.users:
+            self._set_used(output)
         output.state = OutputState.DROPPED
         del self._outputs[output.key]
         self._count(output.key, -output.key.cost)
@@ -239,6 +249,19 @@ class EncoderOutputs:
             counts[owner] += embeddings
             if not counts[owner]:
                 del counts[owner]
+
+
+def _first_to_go(
+    new: OutputKey, oldest: Mapping[Scope, EncoderOutput], tenants: Counter[Scope], subjects: Counter[Scope]
+) -> EncoderOutput | None:
+    """Return the output, of each subject's `oldest`, that gives way to `new` first; None: none may."""
+    found, highest = None, (-1, -1, 0)
+    for subject, output in oldest.items():
+        key = output.key
+        rank = tenants[key.tenant], subjects[subject], -output.unused_since
+        if rank > highest and _may_displace(new, key, tenants, subjects):
+            found, highest = output, rank
+    return found
 
 
 def _may_displace(new: OutputKey, old: OutputKey, tenants: Counter[Scope], subjects: Counter[Scope]) -> bool:

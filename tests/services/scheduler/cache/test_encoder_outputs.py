@@ -85,6 +85,58 @@ def test_the_least_recently_used_output_gives_way_and_used_ones_do_not() -> None
     assert len(outputs.take_dropped()) == outputs.evicted == 1
 
 
+def test_an_output_is_in_use_until_the_last_row_has_released_it() -> None:
+    outputs = EncoderOutputs(ROOM)
+    keep(outputs, ALICE, "a", "b", "c", "d")
+    first = outputs.find(ALICE, image("a"))
+    assert first is not None
+    second = outputs.share(first)
+    outputs.release(first)
+    assert kept(outputs, ALICE, "b") == ["b"]
+    # Until here, the room of all but "a" may be given to others.
+    assert outputs.promise(BOB, image("e", length=ROOM)) is None
+    outputs.release(second)
+    assert outputs.faults() == []
+    keep(outputs, ALICE, "e", "f", "g")
+    assert kept(outputs, ALICE, "a", "b", "c", "d", "e", "f", "g") == ["a", "e", "f", "g"]
+
+
+def test_of_equal_owners_the_one_with_the_least_recently_used_output_gives_way() -> None:
+    outputs = EncoderOutputs(ROOM)
+    carol, dave, erin = (("acme", name, "") for name in ("carol", "dave", "erin"))
+    keep(outputs, ALICE, "a")
+    keep(outputs, BOB, "b", "c")
+    keep(outputs, ALICE, "d")
+    keep(outputs, carol, "e")
+    assert kept(outputs, ALICE, "a") == []
+    keep(outputs, dave, "f")
+    assert kept(outputs, BOB, "b") == []
+    # Each has one by now, and Bob's is older than Alice's.
+    keep(outputs, erin, "g")
+    assert kept(outputs, ALICE, "d") == ["d"]
+    assert kept(outputs, BOB, "c") == []
+
+
+def test_one_large_output_displaces_several_of_one_subject() -> None:
+    outputs = EncoderOutputs(ROOM)
+    keep(outputs, ALICE, "a", "b", "c", "d")
+    keep(outputs, BOB, "e", length=2 * LEAST_EMBEDDINGS)
+    assert kept(outputs, ALICE, "a", "b", "c", "d") == ["c", "d"]
+    assert outputs.evicted == 2
+    assert outputs.faults() == []
+
+
+def test_one_large_output_displaces_the_oldest_of_several_subjects() -> None:
+    outputs = EncoderOutputs(ROOM)
+    keep(outputs, ALICE, "a", "b")
+    keep(outputs, BOB, "c", "d")
+    keep(outputs, ("acme", "carol", ""), "e", length=2 * LEAST_EMBEDDINGS)
+    assert kept(outputs, ALICE, "a", "b") == ["b"]
+    assert kept(outputs, BOB, "c", "d") == ["d"]
+    assert outputs.evicted == 2
+    assert outputs.faults() == []
+
+
 def test_what_cannot_fit_displaces_nothing() -> None:
     outputs = EncoderOutputs(ROOM)
     keep(outputs, ALICE, "a", "b")
