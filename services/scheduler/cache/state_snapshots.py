@@ -134,11 +134,15 @@ class StateSnapshots:
             self._moving.add(slot)
         return slot
 
-    def arrive(self, page: int, owner: Account, slot: SnapshotSlot) -> None:
-        """Let a slot that a copy has filled belong to a page; it is freed if the owner has a snapshot there."""
+    def arrive(self, page: int, owner: Account, slot: SnapshotSlot) -> SnapshotEntry:
+        """Let a slot that a copy has filled belong to a page; it is freed if the owner has a snapshot there.
+
+        Return the owner's snapshot.
+        """
         self._moving.remove(slot)
         entry = self._keep(page, owner.scope, slot, owner)
         entry.wants_copy = False
+        return entry
 
     def settle(self, page: int, scope: Scope, slot: SnapshotSlot) -> None:
         """Let a slot that was filled from elsewhere belong to a page; it is freed if the owner has one there."""

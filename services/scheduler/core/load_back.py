@@ -216,14 +216,14 @@ class LoadBack:
         return self.host.find(sequence.request.view, sequence.cacheable_ids).host_tokens > 0
 
     def holds_back(
-        self, sequence: Sequence, now: float, fits: Callable[[int], bool], allocate: Callable[[int], PageIds | None]
+        self, sequence: Sequence, now: float, room: tuple[int, int], allocate: Callable[[int], PageIds | None]
     ) -> bool:
         """Return whether a waiting sequence must wait for pages being loaded; start a load if that pays.
 
         Args:
             sequence: The sequence that would start otherwise.
             now: Seconds of the scheduler's clock.
-            fits: Whether a sequence that needs this many more device pages can start.
+            room: Device pages that a sequence may take, and how many of them are left to others that are held back.
             allocate: Allocates device pages, or returns None.
         """
         if sequence.awaited_load is not None and self.host.ledger.get(sequence.awaited_load) is not None:
@@ -248,11 +248,15 @@ class LoadBack:
             self.skipped_tokens += match.host_tokens
             sequence.loads = MAX_LOADS
             return False
-        if not fits(-(-len(sequence.token_ids) // self._page_size) - match.device_tokens // self._page_size):
-            return False
+        pages = -(-len(sequence.token_ids) // self._page_size) - match.device_tokens // self._page_size
+        if pages > room[0] - room[1]:
+            # It must not compute, in the room that is left to others, what could be loaded after them.
+            return pages <= room[0]
         transfer = self.host.load(sequence.request.view, sequence.cacheable_ids, allocate)
         if transfer is None:
-            return False
+            # Other copies may take up the slots for snapshots of recurrent states.
+            return sequence.patience.lasts(self.host.ledger)
+        sequence.patience.end()
         self._await(sequence, transfer.transfer_id, match.host_tokens)
         self.loading_tokens += self.host.weight(transfer) * self._page_size
         self._start(transfer, now)

@@ -144,13 +144,15 @@ class KvMemory:
         """Return whether the page after `matched` tokens has come from the group that has computed the prompt."""
         return self.loads is not None and self.loads.has_tail(sequence, matched)
 
-    def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
-        """Return whether a waiting sequence must wait for pages from the host; start to load them if that pays."""
+    def holds_back(self, sequence: Sequence, spare_pages: int, held_back: int, now: float) -> bool:
+        """Return whether a waiting sequence must wait for pages from the host; start to load them if that pays.
+
+        `held_back` other sequences wait for theirs, each of which will need another spare page.
+        """
         if self.loads is None:
             return False
-        return self.loads.holds_back(
-            sequence, now, lambda pages: pages + spare_pages <= self.available_pages, self.try_allocate
-        )
+        room = self.available_pages - spare_pages, held_back
+        return self.loads.holds_back(sequence, now, room, self.try_allocate)
 
     def begin_encodings(self, sequence: Sequence) -> int:
         """Have images of a waiting sequence encoded outside the group, if there are encoders for that.

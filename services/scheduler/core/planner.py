@@ -428,7 +428,8 @@ class Planner:
             awaited = self._awaited(sequence, held_back, now)
             if awaited is not None:
                 sequence.waits_for = awaited
-                held_back += 1
+                # Those that it waits for may come after it, and must not be kept from starting.
+                held_back += sequence.fetch is None or not sequence.fetch.awaits_room
                 continue
             lock = self._try_admit(sequence)
             if lock is None:
@@ -472,7 +473,7 @@ class Planner:
 
     def _awaited(self, sequence: Sequence, held_back: int, now: float) -> Wait | None:
         """Return why a sequence that could start has to wait for work outside the batch, and begin that work."""
-        if self._memory.holds_back(sequence, self._rows.running + held_back, now):
+        if self._memory.holds_back(sequence, self._rows.running, held_back, now):
             return Wait.LOAD
         self._billing.encode(sequence, self._memory.begin_encodings(sequence))
         return Wait.IMAGE if self._memory.awaits_images(sequence) else None

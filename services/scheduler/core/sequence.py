@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
 from common.types import EXPECTED_OUTPUT_TOKENS, pixel_bytes
 from services.scheduler.cache.keys import tagged
+from services.scheduler.cache.tiers.ledger import Patience
 
 if TYPE_CHECKING:
     from common.deltas import CachedPart
@@ -114,6 +115,8 @@ class Sequence:
     # The load from the host that it waits for, and the number of loads it has waited for since it last had a row.
     awaited_load: TransferId | None = None
     loads: int = 0
+    # For a slot that a load needs.
+    patience: Patience = field(default_factory=Patience)
     # Tokens of its prefix that were loaded for it, or for another sequence while it waited.
     host_tokens: int = 0
     # Those of them that were fetched from storage to the host for it.

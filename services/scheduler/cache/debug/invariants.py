@@ -274,7 +274,11 @@ def _transfers(host: HostTier, nodes: list[Node]) -> Iterator[str]:
 
 
 def _host_queue(host: HostTier, nodes: list[Node]) -> Iterator[str]:
-    can_go = {node for node in nodes if node.host_pages is not None and not (node.host_ref or node.host_children)}
+    held = host.pages.held_nodes()
+    if any(node.is_dead or node.host_pages is None for node in held):
+        yield "a copy is held that is not there"
+    copies = [node for node in nodes if node.host_pages is not None and node not in held]
+    can_go = {node for node in copies if not (node.host_ref or node.host_children)}
     if can_go != host.pages.candidates():
         yield "the host's eviction queue holds other nodes than can go"
     copied: Counter[Holder] = Counter()

@@ -51,12 +51,19 @@ class HostEntry:
         return self.node.uses
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class HostHold:
+    """Keeps the copies of a path on the host, the last of which is that of `node`; None: none of them is left."""
+
+    node: Node | None
+
+
 class HostPages:
     """Owns the host's page allocator and the `host_pages` and `host_ref` of nodes.
 
-    A node's copy is a candidate for eviction if no transfer needs the node and none of its children has a copy: so the
-    nodes on the host are closed under ancestors, as those on the device are. Copies of different nodes never share
-    pages.
+    A node's copy is a candidate for eviction if no transfer needs the node, nothing holds the copy, and none of its
+    children has a copy: so the nodes on the host are closed under ancestors, as those on the device are. Copies of
+    different nodes never share pages. A hold leaves a node's device pages free to go, which a transfer does not.
     """
 
     def __init__(self, store: NodeStore, capacity: int) -> None:
@@ -68,11 +75,22 @@ class HostPages:
         self.queue: EvictionQueue[HostEntry] = EvictionQueue(store.config, capacity, store.accounts)
         self._entries: dict[Node, HostEntry] = {}
         self._pages_of: Counter[Account] = Counter()
+        self._holds: dict[HostHold, None] = {}
 
     @property
     def evictable(self) -> int:
         """Pages that `try_allocate` could take from nodes."""
-        return self.references - self.needed
+        return self.references - self.needed - sum(node.size for node in self.held_nodes() if not node.host_ref)
+
+    def held_nodes(self) -> set[Node]:
+        """Return the nodes whose copies are held. O(nodes on the paths of holds), which are few."""
+        held: set[Node] = set()
+        for hold in self._holds:
+            at = hold.node
+            while at is not None and at.parent is not None and at not in held:
+                held.add(at)
+                at = at.parent
+        return held
 
     def pages_of(self, account: Account) -> int:
         """Return the number of an owner's pages."""
@@ -87,6 +105,20 @@ class HostPages:
             assert victim is not None, "evictable pages have candidates"
             self._evict(victim, count - self.allocator.free_pages)
         return self.allocator.try_allocate(count)
+
+    def hold(self, node: Node) -> HostHold:
+        """Keep the copies of a node and of its ancestors from being evicted until `release`."""
+        assert node.host_pages is not None
+        hold = HostHold(node)
+        self._holds[hold] = None
+        self._discard(node)
+        return hold
+
+    def release(self, hold: HostHold) -> None:
+        """Undo `hold`."""
+        del self._holds[hold]
+        if hold.node is not None:
+            self.offer(hold.node)
 
     def keep(self, node: Node, pages: PageIds) -> None:
         """Set a node's copy to `pages`, with a reference on each."""
@@ -107,6 +139,7 @@ class HostPages:
         assert pages is not None
         assert parent is not None
         self._discard(node)
+        self._move_holds(node, parent if parent.parent is not None else None)
         self._charge(self._entries.pop(node).owner, -len(pages))
         self.references -= len(pages)
         self.needed -= len(pages) if node.host_ref else 0
@@ -119,6 +152,8 @@ class HostPages:
         pages = node.host_pages
         if pages is not None and other.host_pages is None:
             self.keep(other, pages)
+        if other.host_pages is not None:
+            self._move_holds(node, other)
 
     def add_host_ref(self, node: Node, count: int) -> None:
         """Change the number of transfers that need a node; while it is above 0, no copy of the node can be evicted."""
@@ -140,12 +175,13 @@ class HostPages:
         if node.host_pages is not None:
             self._entries[upper] = HostEntry(upper, self._entries[node].owner)
 
-    def absorb(self, node: Node) -> None:
+    def absorb(self, node: Node, child: Node) -> None:
         """Follow the joining of `node` with its only child, which has the copies of both now."""
         entry = self._entries.pop(node, None)
         if entry is not None:
             assert not entry.queued, "its child has a copy"
             node.host_pages = None
+            self._move_holds(node, child)
 
     def hand_over(self, node: Node) -> None:
         """Follow a change of owner."""
@@ -161,7 +197,9 @@ class HostPages:
     def offer(self, node: Node) -> None:
         """Make a copy a candidate for eviction, if it can be one and is not yet."""
         entry = self._entries.get(node)
-        if entry is not None and not (entry.queued or node.host_ref or node.host_children):
+        if entry is None or entry.queued or node.host_ref or node.host_children:
+            return
+        if not any(hold.node is node for hold in self._holds):
             self.queue.push(entry)
 
     def entry(self, node: Node) -> HostEntry:
@@ -176,6 +214,14 @@ class HostPages:
         entry = self._entries.get(node)
         if entry is not None:
             self.queue.discard(entry)
+
+    def _move_holds(self, node: Node, heir: Node | None) -> None:
+        """Let the holds of paths to a node end in another one; None: they hold nothing any more."""
+        for hold in self._holds:
+            if hold.node is node:
+                hold.node = heir
+                if heir is not None:
+                    self._discard(heir)
 
     def _charge(self, account: Account, pages: int) -> None:
         self._pages_of[account] += pages

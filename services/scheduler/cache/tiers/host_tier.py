@@ -104,12 +104,15 @@ class HostTier:
         return fetch
 
     def end_prefetch(self, fetch: Fetch) -> None:
-        """Stop requesting pages, as the request has started or ended. Pages in flight are kept when they arrive."""
+        """Stop requesting pages, as the request has started or ended. Pages in flight are kept when they arrive.
+
+        From here on, what has arrived may be evicted.
+        """
         assert self.storage is not None, "it has begun the fetch"
-        if fetch.is_done:
+        if fetch.is_done and fetch.turn is None:
             return
         with self._operation("end_prefetch", {"fetch": fetch.number}):
-            self.storage.give_up(fetch)
+            self.storage.end(fetch)
 
     def plan_storage(self, now: float) -> list[Transfer]:
         """Start the storage transfers that are due."""
@@ -172,7 +175,7 @@ class HostTier:
 
     def plan_backups(self) -> list[Transfer]:
         """Start the backups that are due by the policy."""
-        if not self._backups.is_due:
+        if not self._backups.is_due or (self.storage is not None and self.storage.needs_room):
             return []
         with self._operation("plan_backups", {}) as outcome:
             started = self._backups.plan()
@@ -315,7 +318,7 @@ class HostTier:
             self.storage.split(node, upper)
 
     def absorb(self, node: Node, child: Node) -> None:
-        self.pages.absorb(node)
+        self.pages.absorb(node, child)
         self._backups.absorb(node, child)
         if self.storage is not None:
             self.storage.absorb(node, child)

@@ -49,6 +49,24 @@ class OpenTransfer:
             yield node, self.transfer.device_pages[pages], self.transfer.host_pages[pages]
 
 
+@dataclass(slots=True)
+class Patience:
+    """A wait for room that transfers take up: as long as those are open that were when it began, not for later ones."""
+
+    until: TransferId | None = None
+
+    def lasts(self, ledger: TransferLedger) -> bool:
+        """Begin to wait, if that is new, and return whether to wait on."""
+        open_ids = [opened.transfer.transfer_id for opened in ledger.all()]
+        if self.until is None and open_ids:
+            self.until = open_ids[-1]
+        return self.until is not None and bool(open_ids) and open_ids[0] <= self.until
+
+    def end(self) -> None:
+        """Note that there was room."""
+        self.until = None
+
+
 class TransferLedger:
     """Owns the open transfers and their references on pages of both tiers.
 

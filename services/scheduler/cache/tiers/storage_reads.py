@@ -1,13 +1,13 @@
 """Loads pages from storage to the host, for waiting requests: lookup by runs, under the names of several scopes.
 
 With recurrent layers, pages are of use up to a snapshot only, which is searched for when the first page is there; see
-`stored_states.py`.
+`stored_states.py`. The others are read in a turn, and are held until the request starts; see `read_turns.py`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
@@ -16,6 +16,8 @@ from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
 from services.scheduler.cache.tiers.copies import weight_of
+from services.scheduler.cache.tiers.ledger import Patience
+from services.scheduler.cache.tiers.read_turns import ReadTurns
 from services.scheduler.cache.tiers.stored_states import StateSearch, Step
 from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import PUBLIC_SCOPE
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
 
     from common.transfers import Transfer, TransferAck
     from common.types import TokenIds
-    from services.scheduler.cache.node import Account
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import PageNames, StorageConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.read_turns import Turn
     from services.scheduler.cache.tiers.stored_states import StateReads
     from services.scheduler.cache.types import Scope
 
@@ -38,6 +41,9 @@ REMEMBERED_SUSPECTS = 65_536
 # Factor between a complete run and the next one: few round trips where much is stored, and where nothing is, one page
 # of the host tier was reserved in vain.
 GROWTH = 8
+# Seconds after which a request that has not started gives its turn to others that wait for one, though its pages are
+# there. It starts when the device has room, which other requests may take before it.
+LONGEST_HOLD_S = 10.0
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -54,6 +60,13 @@ class Fetch:
     search: StateSearch | None = None
     # Time from which its request could have started.
     awaited_since: float | None = None
+    # Holds what has been read from the search on, until the request starts or ends.
+    turn: Turn | None = None
+    # Of a turn in which everything has arrived: when that was noticed.
+    complete_since: float | None = None
+    patience: Patience = field(default_factory=Patience)
+    # Whether the host had no room for the next transfer, but may have some later.
+    is_refused: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -63,7 +76,18 @@ class Fetch:
     @property
     def is_due(self) -> bool:
         """Whether there is a transfer to begin."""
-        return self.prefetch.peek_run() is not None or (self.search is not None and self.search.step is not None)
+        has_step = self.search is not None and self.search.step is not None
+        return self.prefetch.peek_run() is not None or has_step or self.awaits_turn
+
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether a snapshot was found, and what is missing is read as soon as there is room for all of it."""
+        return self.search is not None and self.search.has_found and self.turn is None
+
+    @property
+    def awaits_room(self) -> bool:
+        """Whether it waits for others to leave room on the host."""
+        return not self.is_done and (self.is_refused or self.awaits_turn)
 
     @property
     def found_pages(self) -> int:
@@ -74,7 +98,7 @@ class Fetch:
     def settle(self) -> None:
         """Choose what to do next about snapshots, if no pages are requested or in flight."""
         prefetch = self.prefetch
-        if self.search is None or not prefetch.is_done:
+        if self.search is None or not prefetch.is_done or self.awaits_turn:
             return
         lacks_pages = prefetch.first < len(self.hashes)
         self.search.settle(prefetch.position, has_pages=prefetch.position > prefetch.first or not lacks_pages)
@@ -82,7 +106,7 @@ class Fetch:
     def read_pages_of_snapshot(self) -> None:
         """Request the missing pages before a snapshot that was found."""
         search = self.search
-        if search is not None and search.found is not None and not search.is_done:
+        if self.turn is not None and search is not None and search.found is not None and search.has_found:
             self.prefetch.extend(search.found[0])
 
 
@@ -106,6 +130,7 @@ class StorageReads:
         # Pages that have arrived without a snapshot after them, which would have made them of use.
         self.unused_pages = 0
         self._states = states
+        self._turns = None if states is None else ReadTurns(host, states.pool)
         self._store = store
         self._arrivals = Arrivals(store)
         self._host = host
@@ -117,6 +142,8 @@ class StorageReads:
         self._rate = RateLimit(config.pages_per_s)
         self._begun = 0
         self._fetches: dict[Fetch, None] = {}
+        # Complete ones that hold what they have brought.
+        self._holding: dict[Fetch, None] = {}
         self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
         self._steps: dict[OpenTransfer, Fetch] = {}
         self._suspects: OrderedDict[int, None] = OrderedDict()
@@ -124,6 +151,11 @@ class StorageReads:
     def has_work(self, now: float) -> bool:
         """Whether there are pages to request that the rate allows."""
         return self._rate.available(now) >= 1 and any(fetch.is_due for fetch in self._fetches)
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether transfers in the other direction must not take up what becomes free, as a turn waits for that."""
+        return any(fetch.turn is not None and fetch.is_refused for fetch in self._fetches)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
         """Look up no shared pages for subjects that appear to have probed: nodes hidden from them stay hidden."""
@@ -175,10 +207,22 @@ class StorageReads:
         return scopes
 
     def find(self, number: int) -> Fetch | None:
-        """Return the lookup with this number, if it is in progress."""
-        return next((fetch for fetch in self._fetches if fetch.number == number), None)
+        """Return the lookup with this number, if it is in progress or holds what it has brought."""
+        return next((fetch for fetch in (*self._fetches, *self._holding) if fetch.number == number), None)
 
-    def give_up(self, fetch: Fetch) -> None:
+    def end(self, fetch: Fetch) -> None:
+        """Stop requesting pages, and hold none any more."""
+        self._give_up(fetch)
+        self._end_turn(fetch)
+
+    def _end_turn(self, fetch: Fetch) -> None:
+        self._holding.pop(fetch, None)
+        if fetch.turn is not None:
+            assert self._turns is not None, "it has begun the turn"
+            self._turns.end(fetch.turn)
+            fetch.turn = None
+
+    def _give_up(self, fetch: Fetch) -> None:
         """Stop requesting pages; those in flight are kept when they arrive."""
         fetch.prefetch.stop()
         if fetch.search is not None:
@@ -192,17 +236,25 @@ class StorageReads:
         if self._states is not None:
             arrived = fetch.prefetch.position - fetch.prefetch.first
             self.unused_pages += arrived - (0 if fetch.search is None else fetch.found_pages)
+        if fetch.turn is not None and fetch.turn.snapshot is not None:
+            self._holding[fetch] = None
+        else:
+            self._end_turn(fetch)
 
     def plan(self, room: int, now: float) -> Iterable[Transfer]:
         """Start the transfers that `room` pages and the rate allow, oldest request first."""
+        self._end_old_turns(now)
+        is_full = False
         for fetch in list(self._fetches):
+            if fetch.awaits_turn:
+                # Those that found more must not wait for ever for those that found less.
+                is_full = is_full or not self._begin_turn(fetch)
             while (run := fetch.prefetch.peek_run()) is not None:
                 pages = int(min(run.pages, room, self._rate.available(now)))
                 if pages < 1:
                     return
                 transfer = self._ask(fetch, pages)
                 if transfer is None:
-                    self.give_up(fetch)
                     break
                 room -= pages
                 self._rate.take(pages, now)
@@ -213,24 +265,84 @@ class StorageReads:
                 return
             transfer = self._begin_step(fetch, fetch.search)
             if transfer is None:
-                self.give_up(fetch)
                 continue
             weight = weight_of(transfer, self._store)
             room -= max(weight, 1)
             self._rate.take(weight, now)
             yield transfer
 
+    def _begin_turn(self, fetch: Fetch) -> bool:
+        """Let a lookup read what it has found, or give up if that is more than the host has; False: it has to wait."""
+        assert self._turns is not None
+        assert fetch.search is not None
+        assert fetch.search.found is not None
+        depth, _ = fetch.search.found
+        if depth > self._host.allocator.capacity:
+            self._give_up(fetch)
+            return True
+        if not self._turns.has_room(depth):
+            return False
+        fetch.turn = self._turns.begin(depth)
+        # What was there, or has arrived, may have been evicted.
+        fetch.prefetch.rewind(self._hold(fetch))
+        fetch.read_pages_of_snapshot()
+        fetch.settle()
+        return True
+
+    def _hold(self, fetch: Fetch) -> int:
+        """Hold what the host has of a lookup's prompt up to where it has arrived; return the number of its pages."""
+        if fetch.turn is None:
+            return fetch.prefetch.position
+        assert self._turns is not None, "it has begun the turn"
+        tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
+        match = tree.match(tree.root, viewer, fetch.key, 0, fetch.prefetch.position, Reach.HOST)
+        end: Node | None = match.partial or match.node
+        while end is not None and end.host_pages is None:
+            end = end.parent
+        self._turns.hold(fetch.turn, end)
+        return match.pages
+
+    def _end_old_turns(self, now: float) -> None:
+        """End turns whose requests have not started for long, if others wait."""
+        for fetch in list(self._holding):
+            if fetch.complete_since is None:
+                fetch.complete_since = now
+            if now - fetch.complete_since >= LONGEST_HOLD_S and any(other.awaits_turn for other in self._fetches):
+                self._end_turn(fetch)
+
+    def _refuse(self, fetch: Fetch) -> None:
+        """Let a lookup without room on the host wait for some if transfers take it up, or turns; otherwise give up.
+
+        In a turn of its own, it does not wait for other turns, which leave it room.
+        """
+        may_wait = fetch.search is not None and fetch.patience.lasts(self._ledger)
+        is_before_turns = fetch.search is not None and fetch.turn is None and bool(self._turns)
+        fetch.is_refused = may_wait or is_before_turns
+        if not fetch.is_refused:
+            self._give_up(fetch)
+
+    def _note_room(self, fetch: Fetch, transfer: Transfer) -> OpenTransfer:
+        """Note that there was room for a transfer."""
+        fetch.is_refused = False
+        fetch.patience.end()
+        opened = self._ledger.get(transfer.transfer_id)
+        assert opened is not None, "it was opened just now"
+        return opened
+
     def _begin_step(self, fetch: Fetch, search: StateSearch) -> Transfer | None:
-        """Start to search for a snapshot, or to read it; None if there is no place for it on the host."""
+        """Start to search for a snapshot, or to read it; None if there is no slot for it on the host, maybe for now."""
         assert self._states is not None, "it has begun the search"
         if search.step is Step.SEARCH:
             transfer: Transfer | None = self._states.search(search, fetch.hashes)
+        elif not self._states.has_page(search, fetch.scope, fetch.key):
+            self._give_up(fetch)
+            return None
         else:
             transfer = self._states.read(search, fetch.scope, fetch.key, fetch.hashes)
-        if transfer is not None:
-            opened = self._ledger.get(transfer.transfer_id)
-            assert opened is not None, "it was opened just now"
-            self._steps[opened] = fetch
+        if transfer is None:
+            self._refuse(fetch)
+        else:
+            self._steps[self._note_room(fetch, transfer)] = fetch
         return transfer
 
     def finish_states(self, opened: OpenTransfer, ack: TransferAck) -> int:
@@ -238,6 +350,9 @@ class StorageReads:
         assert self._states is not None, "it has begun the transfer"
         fetch = self._steps.pop(opened)
         arrived = self._states.finish(opened, ack)
+        if fetch.turn is not None and fetch.search is not None and fetch.search.entry is not None:
+            assert self._turns is not None, "it has begun the turn"
+            self._turns.keep(fetch.turn, fetch.search.entry)
         fetch.read_pages_of_snapshot()
         fetch.settle()
         self._forget_if_done(fetch)
@@ -250,7 +365,8 @@ class StorageReads:
 
     def faults(self) -> list[str]:
         """Return inconsistencies, for audits."""
-        return [] if self._states is None else self._states.faults()
+        of_states = [] if self._states is None else self._states.faults()
+        return of_states if self._turns is None else [*of_states, *self._turns.faults()]
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
         """Attach the pages that arrived; return the number of new ones on the host."""
@@ -262,14 +378,16 @@ class StorageReads:
             pages = opened.transfer.host_pages[ack.done_pages - new : ack.done_pages]
             kept = self._arrivals.attach(fetch.scope, fetch.key, position, pages, run.scope)
         if new and not kept:
-            self.give_up(fetch)
+            self._give_up(fetch)
+        self._hold(fetch)
         fetch.settle()
         self._forget_if_done(fetch)
         return kept
 
     def forget_all(self) -> None:
         """Start over: the transfers are cancelled."""
-        for fetch in self._fetches:
+        for fetch in (*self._fetches, *self._holding):
+            self._end_turn(fetch)
             fetch.prefetch.abandon()
             if fetch.search is not None:
                 fetch.search.abandon()
@@ -280,9 +398,10 @@ class StorageReads:
             self._states.forget_all()
 
     def _ask(self, fetch: Fetch, pages: int) -> Transfer | None:
-        """Request the first `pages` pages of a lookup's next run; None if there is no place for them on the host."""
+        """Request the first `pages` pages of a lookup's next run; None if there is no place for them, maybe for now."""
         above = self._arrivals.find(fetch.scope, fetch.key, fetch.prefetch.position)
         if above is None:
+            self._give_up(fetch)
             return None
         # Prevents that making room drops the path that they will be attached to.
         self._ledger.need(above, 1)
@@ -292,10 +411,10 @@ class StorageReads:
             run = fetch.prefetch.take_run(pages)
             keys = self._names.keys(run.scope, fetch.hashes[run.first : run.first + pages])
             transfer = self._ledger.open_stored(TransferDirection.STORAGE_TO_HOST, above, host_pages, keys)
-            opened = self._ledger.get(transfer.transfer_id)
-            assert opened is not None, "it was opened just now"
-            self._runs[opened] = fetch, run
+            self._runs[self._note_room(fetch, transfer)] = fetch, run
         self._ledger.need(above, -1)
+        if transfer is None:
+            self._refuse(fetch)
         return transfer
 
 
@@ -363,6 +482,11 @@ class Prefetch:
             self._end = end
             self._missed.clear()
             self._next = [Run(self._found_as, self.position, end - self.position)]
+
+    def rewind(self, position: int) -> None:
+        """Go back to `position` if pages after it are missing again; nothing is requested or in flight."""
+        assert self.is_done
+        self.first, self.position = min(self.first, position), min(self.position, position)
 
     def stop(self) -> None:
         """Request nothing more."""

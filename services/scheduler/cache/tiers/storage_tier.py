@@ -97,18 +97,26 @@ class StorageTier:
             fetch.awaited_since = now
         return self.config.policy is PrefetchPolicy.WAIT_COMPLETE or now < fetch.awaited_since + self.config.wait_s
 
-    def give_up(self, fetch: Fetch) -> None:
-        """Stop requesting pages, as the request has started or ended. Pages in flight are kept when they arrive."""
-        self._reads.give_up(fetch)
+    def end(self, fetch: Fetch) -> None:
+        """Stop requesting pages, as the request has started or ended. Pages in flight are kept when they arrive.
+
+        From here on, what has arrived may be evicted.
+        """
+        self._reads.end(fetch)
 
     def find(self, number: int) -> Fetch | None:
-        """Return the lookup with this number, if it is in progress."""
+        """Return the lookup with this number, if it is in progress or holds what it has brought."""
         return self._reads.find(number)
 
     @property
     def is_reading(self) -> bool:
         """Whether pages are in flight that a request may be waiting for."""
         return self.reading_pages > 0
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether a read waits for room on the host that a transfer takes up, so that no backup may do so next."""
+        return self._reads.needs_room
 
     def has_work(self, now: float) -> bool:
         """Whether `plan` has transfers to start, now or when there is room."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from common.types import SnapshotSlot
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Account, Node
-    from services.scheduler.cache.state_snapshots import SnapshotEntry
+    from services.scheduler.cache.state_snapshots import SnapshotEntry, StateSnapshots
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import PageNames
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
@@ -69,8 +69,9 @@ class StateSearch:
         self.step: Step | None = None
         # Where a snapshot was found that has not been read yet, and under which name.
         self.found: tuple[int, Scope] | None = None
-        # The depth of the snapshot that has arrived.
+        # The depth of the snapshot that has arrived, and this.
         self.arrived = 0
+        self.entry: SnapshotEntry | None = None
         self._scopes = scopes
         self._least = least
         self._end = end
@@ -86,6 +87,11 @@ class StateSearch:
     def is_done(self) -> bool:
         """Whether no snapshot will arrive any more."""
         return self._is_over and not self._is_open
+
+    @property
+    def has_found(self) -> bool:
+        """Whether a snapshot was found that is still to be read."""
+        return self.found is not None and not self._is_over
 
     def candidates(self) -> list[tuple[int, Scope]]:
         """Return the depths and names to search, best last: of equal depths the view's own name."""
@@ -178,6 +184,11 @@ class StateReads:
         self._reading: dict[TransferId, StateRead] = {}
 
     @property
+    def pool(self) -> StateSnapshots:
+        """The host's snapshots."""
+        return self._states.host
+
+    @property
     def interval(self) -> int:
         """Pages that take as much memory as a snapshot."""
         return self._states.host.interval
@@ -203,14 +214,19 @@ class StateReads:
         self._searching[transfer.transfer_id] = search, candidates
         return transfer
 
+    def has_page(self, search: StateSearch, viewer: Scope, key: PagedKey) -> bool:
+        """Return whether the page of the snapshot that was found is on the host."""
+        return search.found is not None and self._place(viewer, key, search.found[0]) is not None
+
     def read(self, search: StateSearch, viewer: Scope, key: PagedKey, hashes: Sequence[bytes]) -> Transfer | None:
-        """Start to read the snapshot that was found; None if the host has no slot for it, or its page no more."""
+        """Start to read the snapshot that was found, which has a page; None if the host has no slot for it now."""
         assert search.found is not None
         depth, scope = search.found
         place = self._place(viewer, key, depth)
-        # The slot is taken first, as that may evict a snapshot of the path, but never one of its pages.
-        slot = self._states.host.try_reserve() if place is not None else None
-        if place is None or slot is None:
+        assert place is not None, "the page is there"
+        # May evict a snapshot of the path, but never one of its pages.
+        slot = self._states.host.try_reserve()
+        if slot is None:
             return None
         keys = state_keys(self._names, scope, (hashes[depth - 1],))
         transfer = self._ledger.open_stored(
@@ -266,7 +282,7 @@ class StateReads:
             return False
         node, page = place
         owner = self._owner(read.viewer, stored_as, node)
-        self._states.host.arrive(page, owner, read.slot)
+        read.search.entry = self._states.host.arrive(page, owner, read.slot)
         return True
 
     def _place(self, scope: Scope, key: PagedKey, depth: int) -> tuple[Node, int] | None:

@@ -1,0 +1,80 @@
+"""Lets lookups in storage fill the host in turns: what one has brought is there until its request starts.
+
+With recurrent layers, pages are of no use without the snapshot after them, and this is of none without them. If any
+number of lookups read at once, each would evict a part of what others have read, and all requests would be computed.
+So a lookup reads on only in a turn, which holds what it has brought. It gets one if the host has room for all that it
+found beside the turns of others, and is never without room for all of it, so turns do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.state_snapshots import SnapshotEntry, StateSnapshots
+    from services.scheduler.cache.tiers.host_pages import HostHold, HostPages
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Turn:
+    """Room for `pages` pages and a snapshot, and what has been brought so far."""
+
+    pages: int
+    hold: HostHold | None = None
+    snapshot: SnapshotEntry | None = None
+
+
+class ReadTurns:
+    """Owns the turns. Together they take at most half of the host's pages and slots, except for a single one."""
+
+    def __init__(self, host: HostPages, snapshots: StateSnapshots) -> None:
+        """Start without any, on the host with these pages and snapshots."""
+        self._host = host
+        self._snapshots = snapshots
+        self._turns: dict[Turn, None] = {}
+
+    def __len__(self) -> int:
+        """Return the number of turns."""
+        return len(self._turns)
+
+    def has_room(self, pages: int) -> bool:
+        """Whether one more turn, of so many pages, can begin; that of a single one is limited by the host alone."""
+        if not self._turns:
+            return True
+        taken = sum(turn.pages for turn in self._turns)
+        return (
+            2 * (taken + pages) <= self._host.allocator.capacity
+            and 2 * (len(self._turns) + 1) <= self._snapshots.capacity
+        )
+
+    def begin(self, pages: int) -> Turn:
+        """Start a turn that holds nothing yet; `has_room` has allowed it."""
+        turn = Turn(pages)
+        self._turns[turn] = None
+        return turn
+
+    def hold(self, turn: Turn, end: Node | None) -> None:
+        """Keep the path to `end` on the host, instead of the one before."""
+        before, turn.hold = turn.hold, None if end is None else self._host.hold(end)
+        if before is not None:
+            self._host.release(before)
+
+    def keep(self, turn: Turn, snapshot: SnapshotEntry) -> None:
+        """Keep the snapshot that has arrived on the host."""
+        assert turn.snapshot is None, "one arrives"
+        turn.snapshot = snapshot
+        self._snapshots.lend(snapshot)
+
+    def end(self, turn: Turn) -> None:
+        """End a turn, from which on all that it holds can be evicted."""
+        del self._turns[turn]
+        self.hold(turn, None)
+        if turn.snapshot is not None:
+            self._snapshots.give_back(turn.snapshot)
+
+    def faults(self) -> list[str]:
+        """Return inconsistencies, for audits."""
+        snapshots = [turn.snapshot for turn in self._turns if turn.snapshot is not None]
+        return [] if all(entry.readers for entry in snapshots) else ["a snapshot of a turn can be evicted"]
