@@ -134,6 +134,11 @@ class StateSnapshots:
             self._moving.add(slot)
         return slot
 
+    @property
+    def can_reserve(self) -> bool:
+        """Whether `try_reserve` would give a copy a slot now."""
+        return 2 * self.moving < self.capacity and (bool(self._free) or self._queue.first() is not None)
+
     def arrive(self, page: int, owner: Account, slot: SnapshotSlot) -> SnapshotEntry:
         """Let a slot that a copy has filled belong to a page; it is freed if the owner has a snapshot there.
 

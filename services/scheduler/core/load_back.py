@@ -98,8 +98,8 @@ class LoadBack:
 
     @property
     def is_copying(self) -> bool:
-        """Whether transfers are open, or copies that were asked for have yet to begin."""
-        return len(self.host.ledger) > 0 or self.host.is_backing_up_all
+        """Whether transfers are open, or copies have yet to begin that were asked for or have room only now."""
+        return len(self.host.ledger) > 0 or self.host.has_backups_to_begin
 
     def prefetch(self, sequence: Sequence) -> None:
         """Start to look for the prefix of a new sequence in storage, if reading it is faster than computing it."""

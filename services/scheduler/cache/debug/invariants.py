@@ -201,7 +201,13 @@ def _soft(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
 def host_violations(store: NodeStore, host: HostTier) -> list[str]:
     """Return the violations in the host tier; the numbers are those of the specification. O(nodes and pages)."""
     nodes = [node for node, _ in store.tree.walk()]
-    found = [*_host_pages(host, nodes), *_transfers(host, nodes), *_host_queue(host, nodes), *_host_shares(host, nodes)]
+    found = [
+        *_host_pages(host, nodes),
+        *_transfers(host, nodes),
+        *_host_queue(host, nodes),
+        *_host_shares(host, nodes),
+        *_unplaced(host),
+    ]
     for node in nodes:
         found.extend(_host_node(store, node))
     return found
@@ -271,6 +277,11 @@ def _transfers(host: HostTier, nodes: list[Node]) -> Iterator[str]:
     for node in nodes:
         if node.host_ref != needed[node]:
             yield f"node {node.node_id} is needed by {needed[node]} transfers, counted {node.host_ref}"
+
+
+def _unplaced(host: HostTier) -> Iterator[str]:
+    if any(node.is_dead for node in host.unplaced()):
+        yield "a snapshot waits for a slot on the host with a node that is gone"
 
 
 def _host_queue(host: HostTier, nodes: list[Node]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Set
 
     from common.steps import PageIds
     from common.transfers import Transfer, TransferId
@@ -57,6 +57,8 @@ class Backups:
         self._noted: dict[Node, None] = {}
         # Copies of these were asked for, whatever the policy.
         self._wanted: dict[Node, None] = {}
+        # The host had no slot for the deepest snapshot of these, which may have got a copy since.
+        self._unplaced: dict[Node, None] = {}
         self._open_pages = 0
 
     @property
@@ -77,20 +79,29 @@ class Backups:
 
     def split(self, node: Node, upper: Node) -> None:
         """Follow a split: both halves are still to be copied; the lower one may go before, or have a copy."""
-        for nodes in (self._noted, self._wanted):
+        for nodes in (self._noted, self._wanted, self._unplaced):
             if node in nodes:
                 nodes[upper] = None
 
     def absorb(self, node: Node, child: Node) -> None:
         """Follow the joining of a node with its only child: both are copied if either is still to be."""
-        for nodes in (self._noted, self._wanted):
+        for nodes in (self._noted, self._wanted, self._unplaced):
             if node in nodes:
                 del nodes[node]
                 nodes[child] = None
 
+    def leave(self, leaf: Node) -> None:
+        """Follow a leaf's removal, with which its snapshots go."""
+        self._unplaced.pop(leaf, None)
+
+    def unplaced(self) -> Set[Node]:
+        """Return the nodes whose deepest snapshot may lack a slot on the host, for audits."""
+        return self._unplaced.keys()
+
     def forget_all(self) -> None:
         self._noted.clear()
         self._wanted.clear()
+        self._unplaced.clear()
         self._open_pages = 0
 
     def ended(self, transfer: Transfer) -> None:
@@ -98,9 +109,14 @@ class Backups:
         self._open_pages -= weight_of(transfer, self._store)
 
     @property
+    def has_slots_again(self) -> bool:
+        """Whether the host has a slot now, for which snapshots have waited."""
+        return bool(self._unplaced) and self._states is not None and self._states.host.can_reserve
+
+    @property
     def is_due(self) -> bool:
         """Whether `plan` has anything to consider."""
-        if self._wanted:
+        if self._wanted or self.has_slots_again:
             return True
         if self._config.policy is WritePolicy.WRITE_BACK:
             return self._store.allocator.free_pages + self._open_pages < self._reserve
@@ -126,6 +142,8 @@ class Backups:
             del self._wanted[node]
             if self._is_missing(node) and self._has_room(node):
                 return node
+        if self.has_slots_again and (unplaced := self._next_unplaced()) is not None:
+            return unplaced
         if self._config.policy is WritePolicy.WRITE_BACK:
             return self._next_to_go()
         least = self._config.uses if self._config.policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
@@ -133,6 +151,16 @@ class Backups:
             node = next(iter(self._noted))
             del self._noted[node]
             if self._is_missing(node) and node.uses >= least:
+                return node
+        return None
+
+    def _next_unplaced(self) -> Node | None:
+        """Return the next node with a copy whose deepest snapshot found no slot; its pages' copy may still be made."""
+        for node in list(self._unplaced):
+            if self._ledger.about(node) is not None:
+                continue
+            del self._unplaced[node]
+            if node.host_pages is not None and self._is_missing(node):
                 return node
         return None
 
@@ -172,7 +200,7 @@ class Backups:
         if host_pages is None:
             self.skipped_pages += node.size
         else:
-            copies = [] if self._states is None else self._states.begin_backup(path or [node])
+            copies = [] if self._states is None else self._begin_states(self._states, path or [node])
             if path or copies:
                 device_pages = np.concatenate([NO_PAGES, *(part.pages for part in path)])
                 self._store.allocator.retain(device_pages)
@@ -183,6 +211,12 @@ class Backups:
                     self._states.open(transfer, copies)
         self._ledger.need(node, -1)
         return transfer
+
+    def _begin_states(self, states: StateCopies, nodes: list[Node]) -> list[StateCopy]:
+        """Reserve slots for the snapshots of nodes that are copied or were, and note where the deepest got none."""
+        copies = states.begin_backup(nodes)
+        self._unplaced.update((node, None) for node in nodes if states.is_missing(node))
+        return copies
 
     def _path(self, node: Node) -> list[Node]:
         path = []

@@ -15,7 +15,7 @@ from services.scheduler.cache.tiers.storage_tier import StorageTier
 from services.scheduler.cache.types import Accounting, CacheEventKind, NodeState, scope_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence, Set
     from contextlib import AbstractContextManager
 
     from common.steps import PageIds
@@ -169,9 +169,13 @@ class HostTier:
             self._backups.want_all()
 
     @property
-    def is_backing_up_all(self) -> bool:
-        """Whether copies that `back_up_all` asked for have yet to begin."""
-        return self._backups.are_wanted
+    def has_backups_to_begin(self) -> bool:
+        """Whether copies have yet to begin that `back_up_all` asked for, or of snapshots that have slots only now."""
+        return self._backups.are_wanted or self._backups.has_slots_again
+
+    def unplaced(self) -> Set[Node]:
+        """Return the nodes whose deepest snapshot may lack a slot, for audits."""
+        return self._backups.unplaced()
 
     def plan_backups(self) -> list[Transfer]:
         """Start the backups that are due by the policy."""
@@ -338,6 +342,7 @@ class HostTier:
 
     def leave(self, leaf: Node) -> None:
         self.ledger.leave(leaf)
+        self._backups.leave(leaf)
         if self.states is not None:
             self.states.leave(leaf)
         if leaf.host_pages is not None:

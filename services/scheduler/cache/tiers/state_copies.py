@@ -99,7 +99,11 @@ class StateCopies:
             entry.wants_copy = True
 
     def begin_backup(self, nodes: Iterable[Node]) -> list[StateCopy]:
-        """Reserve slots of the host for snapshots of nodes that are copied or were; the deepest first, if too few."""
+        """Reserve slots of the host for snapshots of nodes that are copied or were; the deepest first, if too few.
+
+        If there is none for the deepest, from which the next request would continue, it stays missing, and is to be
+        tried again when there is one. The others are so after their next use.
+        """
         wanted = [
             (node, index, entry)
             for node in nodes
@@ -108,9 +112,9 @@ class StateCopies:
         ]
         copies = []
         for node, index, entry in reversed(wanted):
-            # If there is no room, only after its next use.
-            entry.wants_copy = False
             slot = self.host.try_reserve()
+            # Of several owners, too.
+            entry.wants_copy = slot is None and (node, index) == wanted[-1][:2]
             if slot is None:
                 self.skipped += 1
                 continue

@@ -1,4 +1,4 @@
-"""Nodes that are split, or joined with their child, before they are copied to the host: all of them is copied, once."""
+"""Nodes that change, or lack slots for snapshots, before they are copied to the host: all of them is copied, once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.transfers import TransferAck
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.sharing.merging import compress_chains
 from tests.services.scheduler.core.test_host_snapshots import (
@@ -17,6 +19,7 @@ from tests.services.scheduler.core.test_host_snapshots import (
 )
 
 if TYPE_CHECKING:
+    from common.types import SnapshotSlot
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.tiers.host_tier import HostTier
     from tests.services.scheduler.core.harness import Harness
@@ -103,3 +106,113 @@ def test_a_node_that_is_joined_with_its_child_is_copied(by: str, has_child: bool
     compress_chains(store)
     assert upper.is_dead
     assert copied(host) == (0, SNAPSHOTS if has_child else 1)
+
+
+def taken_slots(harness: Harness) -> list[SnapshotSlot]:
+    """Take all slots of the host that copies may fill, as if so many copies were open."""
+    pool, slots = host_states(harness).host, []
+    while (slot := pool.try_reserve()) is not None:
+        slots.append(slot)
+    assert not pool.can_reserve
+    return slots
+
+
+def without_a_slot(*, pages: bool = False) -> tuple[Harness, HostTier, Node, list[SnapshotSlot]]:
+    """Return a node that was used while the host has no slot for its snapshots, and the slots that are taken.
+
+    `pages`: its pages are to be copied, too.
+    """
+    harness, host, node = with_a_node()
+    lose(harness, host, pages=pages)
+    slots = taken_slots(harness)
+    host.note(node)
+    return harness, host, node, slots
+
+
+def depths_on_host(harness: Harness, node: Node) -> list[int]:
+    assert node.host_pages is not None
+    return [index + 1 for index, _ in host_states(harness).host.on(node.host_pages)]
+
+
+def test_the_deepest_snapshot_is_copied_when_a_slot_is_freed_that_it_lacked() -> None:
+    harness, host, node, slots = without_a_slot()
+    assert copied(host) == (0, 0)
+    assert not host.plan_backups()
+    assert not host.has_backups_to_begin
+    host_states(harness).host.cancel(slots.pop())
+    # Though nothing is used, and no transfer is open.
+    harness.run()
+    harness.audit()
+    assert depths_on_host(harness, node) == [WHOLE_PAGES]
+    # The others are copied after their next use.
+    for slot in slots:
+        host_states(harness).host.cancel(slot)
+    harness.run()
+    assert depths_on_host(harness, node) == [WHOLE_PAGES]
+
+
+def test_a_snapshot_without_a_slot_waits_until_its_pages_are_copied() -> None:
+    harness, host, node, slots = without_a_slot(pages=True)
+    [pages] = harness.core.memory.loads.take_transfers(0.0) if harness.core.memory.loads else ()
+    assert (pages.pages, len(pages.host_snapshots)) == (WHOLE_PAGES, 0)
+    host_states(harness).host.cancel(slots.pop())
+    assert not host.plan_backups()
+    host.finish(TransferAck(pages.transfer_id, WHOLE_PAGES, 1))
+    assert copied(host) == (0, 1)
+    assert not host.unplaced()
+
+
+@pytest.mark.parametrize("is_in_upper", [False, True])
+def test_a_snapshot_without_a_slot_is_copied_after_its_node_was_split(is_in_upper: bool) -> None:
+    harness, host, node, slots = without_a_slot()
+    assert isinstance(harness.cache, RadixCache)
+    assert harness.cache.snapshots is not None
+    if is_in_upper:
+        harness.cache.snapshots.leave(node.pages[5:], node.owner.scope)
+    assert copied(host) == (0, 0)
+    upper = harness.cache.store.split(node, 5)
+    host_states(harness).host.cancel(slots.pop())
+    [transfer] = host.plan_backups()
+    assert len(transfer.host_snapshots) == 1
+    host.finish(TransferAck(transfer.transfer_id, 0))
+    assert depths_on_host(harness, upper if is_in_upper else node) == [4 if is_in_upper else WHOLE_PAGES - 5]
+    assert violations(harness.cache) == []
+
+
+def test_a_snapshot_without_a_slot_is_copied_after_its_node_was_joined() -> None:
+    harness, host, node, slots = without_a_slot()
+    assert isinstance(harness.cache, RadixCache)
+    assert harness.cache.snapshots is not None
+    store = harness.cache.store
+    # That of the upper half has no slot; the lower one is gone from the device.
+    upper = store.split(node, 5)
+    harness.cache.snapshots.leave(node.pages, node.owner.scope)
+    assert copied(host) == (0, 0)
+    assert host.unplaced() == {upper}
+    compress_chains(store)
+    assert host.unplaced() == {node}
+    host_states(harness).host.cancel(slots.pop())
+    assert copied(host) == (0, 1)
+
+
+@pytest.mark.parametrize("gone", ["snapshot", "node", "copy", "workers"])
+def test_a_snapshot_without_a_slot_is_not_waited_for_when_it_is_gone(gone: str) -> None:
+    harness, host, node, slots = without_a_slot()
+    assert isinstance(harness.cache, RadixCache)
+    assert harness.cache.snapshots is not None
+    assert copied(host) == (0, 0)
+    assert host.unplaced() == {node}
+    match gone:
+        case "snapshot":
+            harness.cache.snapshots.leave(node.pages, node.owner.scope)
+        case "node":
+            harness.cache.store.remove(node)
+            assert not host.unplaced()
+        case "copy":
+            host.flush()
+        case "workers":
+            host.forget_all()
+            assert not host.unplaced()
+    host_states(harness).host.cancel(slots.pop())
+    assert copied(host) == (0, 0)
+    assert not host.unplaced()
