@@ -178,8 +178,8 @@ def test_many_chats_beside_each_other_continue_after_a_restart(model: Path, tmp_
     with served_by(DIVIDED, model, tmp_path, run_root, DEVICE_PAGES) as served:
         second = all_answered(served, turns)
         assert [second[user][0] for user in users] == continued(model, list(turns.values()), TOKENS)
-        # The host has not room for all of them at once.
-        assert min(second[user][1] - len(chats[user]) for user in users) > -PAGE
+        # Not all of them: the device may drop the last snapshot of one before the host has a slot for it.
+        assert max(second[user][1] - len(chats[user]) for user in users) > -PAGE
         assert any(state(served, name).storage.fetched_snapshots for name in (PREFILL, DECODE))
         wait_until(lambda: all(is_quiet(served, name) for name in (PREFILL, DECODE)))
 

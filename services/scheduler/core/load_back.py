@@ -117,7 +117,8 @@ class LoadBack:
         reads = reads_of(missing) if states is None else READS
         if is_wanted or self.costs.storage_pays(tokens, reads, more):
             least = 0 if is_wanted or states is None else self.costs.least_stored(reads, more)
-            sequence.fetch = self.host.prefetch(view, token_ids, least_pages=-(-least // self._page_size))
+            least_pages = -(-least // self._page_size)
+            sequence.fetch = self.host.prefetch(view, token_ids, least_pages=least_pages, is_batch=sequence.is_batch)
             return
         if missing < self.host.storage.config.min_pages:
             return

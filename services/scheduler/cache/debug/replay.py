@@ -194,7 +194,11 @@ class _Run:
             "back_up_all": lambda given: self._host.back_up_all(),
             "plan_backups": lambda given: self._host.plan_backups(),
             "prefetch": lambda given: self._host.prefetch(
-                _view(given), _int32(given["token_ids"]), given.get("max_pages"), given.get("least_pages", 0)
+                _view(given),
+                _int32(given["token_ids"]),
+                given.get("max_pages"),
+                given.get("least_pages", 0),
+                is_batch=given.get("is_batch", False),
             ),
             "end_prefetch": self._end_prefetch,
             "plan_storage": lambda given: self._host.plan_storage(given["now"]),

@@ -84,12 +84,18 @@ class HostTier:
         self.storage = StorageTier(self._store, self.pages, self.ledger, config, names, self.states)
 
     def prefetch(
-        self, view: View, token_ids: TokenIds, max_pages: int | None = None, least_pages: int = 0
+        self,
+        view: View,
+        token_ids: TokenIds,
+        max_pages: int | None = None,
+        least_pages: int = 0,
+        *,
+        is_batch: bool = False,
     ) -> Fetch | None:
         """Start to look up a request's missing pages in storage, or the first `max_pages` of them.
 
         With recurrent layers, a snapshot is of use if it saves computing `least_pages`. Without `max_pages`, pages are
-        looked up as far as they have one.
+        looked up as far as they have one. The lookups of batches let others pass.
 
         Returns None without a storage tier.
         """
@@ -98,8 +104,10 @@ class HostTier:
         given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy(), "max_pages": max_pages}
         if least_pages:
             given["least_pages"] = least_pages
+        if is_batch:
+            given["is_batch"] = True
         with self._operation("prefetch", given) as outcome:
-            fetch = self.storage.prefetch(self._view_of(view), token_ids, max_pages, least_pages)
+            fetch = self.storage.prefetch(self._view_of(view), token_ids, max_pages, least_pages, is_batch=is_batch)
             outcome["fetch"] = fetch and fetch.number
         return fetch
 

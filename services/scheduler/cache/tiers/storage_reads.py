@@ -58,6 +58,8 @@ class Fetch:
     number: int
     # Of a snapshot of recurrent states; None: the model has none, or only pages are looked up.
     search: StateSearch | None = None
+    # Whether it is for a batch, which leaves its place to others.
+    is_batch: bool = False
     # Time from which its request could have started.
     awaited_since: float | None = None
     # Holds what has been read from the search on, until the request starts or ends.
@@ -76,13 +78,17 @@ class Fetch:
     @property
     def is_due(self) -> bool:
         """Whether there is a transfer to begin."""
-        has_step = self.search is not None and self.search.step is not None
-        return self.prefetch.peek_run() is not None or has_step or self.awaits_turn
+        return self.prefetch.peek_run() is not None or (self.search is not None and self.search.step is not None)
 
     @property
     def awaits_turn(self) -> bool:
         """Whether a snapshot was found, and what is missing is read as soon as there is room for all of it."""
         return self.search is not None and self.search.has_found and self.turn is None
+
+    @property
+    def waits_before_turns(self) -> bool:
+        """Whether the host had no room for a transfer before its turn, as others have theirs."""
+        return self.is_refused and self.turn is None and not self.is_done
 
     @property
     def awaits_room(self) -> bool:
@@ -142,6 +148,8 @@ class StorageReads:
         self._rate = RateLimit(config.pages_per_s)
         self._begun = 0
         self._fetches: dict[Fetch, None] = {}
+        # The number of the first lookup after the last turn of each subject that has more lookups.
+        self._last_turns: dict[Scope, int] = {}
         # Complete ones that hold what they have brought.
         self._holding: dict[Fetch, None] = {}
         self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
@@ -149,8 +157,10 @@ class StorageReads:
         self._suspects: OrderedDict[int, None] = OrderedDict()
 
     def has_work(self, now: float) -> bool:
-        """Whether there are pages to request that the rate allows."""
-        return self._rate.available(now) >= 1 and any(fetch.is_due for fetch in self._fetches)
+        """Whether there are pages to request that the rate allows, or turns to begin or end."""
+        if self._rate.available(now) >= 1 and any(fetch.is_due for fetch in self._fetches):
+            return True
+        return self._next_turn() is not None or any(self._must_end(fetch, now) for fetch in self._holding)
 
     @property
     def needs_room(self) -> bool:
@@ -165,7 +175,15 @@ class StorageReads:
         while len(self._suspects) > REMEMBERED_SUSPECTS:
             self._suspects.popitem(last=False)
 
-    def begin(self, viewer: Account, token_ids: TokenIds, max_pages: int | None, least_pages: int = 0) -> Fetch | None:
+    def begin(
+        self,
+        viewer: Account,
+        token_ids: TokenIds,
+        max_pages: int | None,
+        least_pages: int = 0,
+        *,
+        is_batch: bool = False,
+    ) -> Fetch | None:
         """Start to look up a request's pages missing in a view; None if they are too few, or cannot be attached.
 
         With `max_pages`, only so many of them are requested, at once, without asking for a single page first.
@@ -190,7 +208,7 @@ class StorageReads:
         hashes = chain_hashes(key.slice(0, end), tree.page_bytes)
         self._begun += 1
         prefetch = Prefetch(scopes, match.pages, end_of_pages, first_run)
-        fetch = Fetch(viewer.scope, key, hashes, prefetch, self._begun, search)
+        fetch = Fetch(viewer.scope, key, hashes, prefetch, self._begun, search, is_batch)
         fetch.settle()
         self._fetches[fetch] = None
         return fetch
@@ -243,12 +261,8 @@ class StorageReads:
 
     def plan(self, room: int, now: float) -> Iterable[Transfer]:
         """Start the transfers that `room` pages and the rate allow, oldest request first."""
-        self._end_old_turns(now)
-        is_full = False
+        self._change_turns(now)
         for fetch in list(self._fetches):
-            if fetch.awaits_turn:
-                # Those that found more must not wait for ever for those that found less.
-                is_full = is_full or not self._begin_turn(fetch)
             while (run := fetch.prefetch.peek_run()) is not None:
                 pages = int(min(run.pages, room, self._rate.available(now)))
                 if pages < 1:
@@ -271,23 +285,61 @@ class StorageReads:
             self._rate.take(weight, now)
             yield transfer
 
-    def _begin_turn(self, fetch: Fetch) -> bool:
-        """Let a lookup read what it has found, or give up if that is more than the host has; False: it has to wait."""
+    def _change_turns(self, now: float) -> None:
+        """Begin the turns that have room, then end those that must leave room to others, and begin these."""
+        self._begin_turns()
+        for fetch in list(self._holding):
+            if fetch.complete_since is None:
+                fetch.complete_since = now
+            if self._must_end(fetch, now):
+                self._end_turn(fetch)
+                self._begin_turns()
+
+    def _begin_turns(self) -> None:
+        while (fetch := self._next_turn()) is not None:
+            self._begin_turn(fetch)
+
+    def _next_turn(self) -> Fetch | None:
+        """Return the lookup whose turn is next if it can begin: the oldest one, and batches last.
+
+        The lookups of a subject count as begun after its last turn, so that those with many leave turns to others.
+        Those that found more, or whose first page has no room, must not wait for ever for those that found less, so
+        none begins before the next one, or before an older one of them.
+        """
+        waiting = [fetch for fetch in self._fetches if fetch.awaits_turn]
+        if not waiting or self._turns is None:
+            return None
+        last = self._last_turns
+        following = min(waiting, key=lambda fetch: (fetch.is_batch, max(fetch.number, last.get(fetch.scope[:2], 0))))
+        is_older = all(following.number < fetch.number for fetch in self._fetches if fetch.waits_before_turns)
+        return following if is_older and self._turns.has_room(_depth(following)) else None
+
+    def _begin_turn(self, fetch: Fetch) -> None:
+        """Let a lookup read what it has found, or give up if that is more than the host has."""
         assert self._turns is not None
-        assert fetch.search is not None
-        assert fetch.search.found is not None
-        depth, _ = fetch.search.found
+        depth = _depth(fetch)
         if depth > self._host.allocator.capacity:
             self._give_up(fetch)
-            return True
-        if not self._turns.has_room(depth):
-            return False
+            return
         fetch.turn = self._turns.begin(depth)
+        present = {other.scope[:2] for other in self._fetches}
+        self._last_turns = {name: last for name, last in self._last_turns.items() if name in present}
+        self._last_turns[fetch.scope[:2]] = self._begun + 1
         # What was there, or has arrived, may have been evicted.
         fetch.prefetch.rewind(self._hold(fetch))
         fetch.read_pages_of_snapshot()
         fetch.settle()
-        return True
+
+    def _must_end(self, fetch: Fetch, now: float) -> bool:
+        """Whether a request that has everything, but has not started for long, must leave its turn to one that waits.
+
+        A batch must do so at once for one that is none.
+        """
+        waiting = [other for other in self._fetches if other.awaits_room]
+        if fetch.is_batch and not all(other.is_batch for other in waiting):
+            return True
+        since = fetch.complete_since
+        return len(waiting) > 0 and (since is None or now - since >= LONGEST_HOLD_S)
 
     def _hold(self, fetch: Fetch) -> int:
         """Hold what the host has of a lookup's prompt up to where it has arrived; return the number of its pages."""
@@ -301,14 +353,6 @@ class StorageReads:
             end = end.parent
         self._turns.hold(fetch.turn, end)
         return match.pages
-
-    def _end_old_turns(self, now: float) -> None:
-        """End turns whose requests have not started for long, if others wait."""
-        for fetch in list(self._holding):
-            if fetch.complete_since is None:
-                fetch.complete_since = now
-            if now - fetch.complete_since >= LONGEST_HOLD_S and any(other.awaits_turn for other in self._fetches):
-                self._end_turn(fetch)
 
     def _refuse(self, fetch: Fetch) -> None:
         """Let a lookup without room on the host wait for some if transfers take it up, or turns; otherwise give up.
@@ -416,6 +460,13 @@ class StorageReads:
         if transfer is None:
             self._refuse(fetch)
         return transfer
+
+
+def _depth(fetch: Fetch) -> int:
+    """Return the depth of the snapshot that a lookup has found."""
+    assert fetch.search is not None
+    assert fetch.search.found is not None
+    return fetch.search.found[0]
 
 
 def reads_of(pages: int) -> int:

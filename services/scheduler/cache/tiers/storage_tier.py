@@ -79,7 +79,13 @@ class StorageTier:
     # --- called by the scheduler ---
 
     def prefetch(
-        self, viewer: Account, token_ids: TokenIds, max_pages: int | None = None, least_pages: int = 0
+        self,
+        viewer: Account,
+        token_ids: TokenIds,
+        max_pages: int | None = None,
+        least_pages: int = 0,
+        *,
+        is_batch: bool = False,
     ) -> Fetch | None:
         """Start to look up a request's pages that are missing in a view, or the first `max_pages` of them.
 
@@ -87,7 +93,7 @@ class StorageTier:
         """
         if self.config.policy is PrefetchPolicy.OFF:
             return None
-        return self._reads.begin(viewer, token_ids, max_pages, least_pages)
+        return self._reads.begin(viewer, token_ids, max_pages, least_pages, is_batch=is_batch)
 
     def is_awaited(self, fetch: Fetch, now: float) -> bool:
         """Whether a request that could start now must wait for its pages."""

@@ -152,7 +152,7 @@ def test_the_deepest_snapshot_is_copied_when_a_slot_is_freed_that_it_lacked() ->
 
 
 def test_a_snapshot_without_a_slot_waits_until_its_pages_are_copied() -> None:
-    harness, host, node, slots = without_a_slot(pages=True)
+    harness, host, _, slots = without_a_slot(pages=True)
     [pages] = harness.core.memory.loads.take_transfers(0.0) if harness.core.memory.loads else ()
     assert (pages.pages, len(pages.host_snapshots)) == (WHOLE_PAGES, 0)
     host_states(harness).host.cancel(slots.pop())

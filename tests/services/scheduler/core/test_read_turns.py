@@ -6,20 +6,23 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from common.errors import UnavailableError
 from common.types import RequestId, Subject
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.sharing.merging import compress_chains
 from services.scheduler.cache.tiers.ledger import Patience
 from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S
-from tests.services.scheduler.core.harness import make_request
+from tests.services.scheduler.core.harness import make_request, with_options
 from tests.services.scheduler.core.test_storage import PROMPT, WAIT
 from tests.services.scheduler.core.test_stored_snapshots import DEPTHS, PAGE_SIZE, copies_of, hybrid
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from common.steps import PageIds
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.tiers.storage_reads import Fetch
     from tests.fakes.storing_worker import Objects
@@ -112,10 +115,19 @@ def test_a_prompt_that_found_more_than_the_host_has_is_computed(keyring: Path) -
     assert hybrid(keyring, objects, host_pages=12).serve("read") == DEPTHS[-1] * PAGE_SIZE
 
 
-def submitted(server: Server, user: str, prompt: list[int] = PROMPT) -> Fetch:
-    core = server.harness.core
-    core.submit(make_request(user, prompt, user=user, max_tokens=2), server.harness.now)
-    sequence = core.leader_of(RequestId(user))
+def submitted(
+    server: Server,
+    user: str,
+    prompt: list[int] = PROMPT,
+    name: str | None = None,
+    *,
+    is_batch: bool = False,
+    timeout_ms: int | None = None,
+) -> Fetch:
+    core, name = server.harness.core, name or user
+    request = make_request(name, prompt, user=user, max_tokens=2, timeout_ms=timeout_ms)
+    core.submit(with_options(request, is_batch=is_batch), server.harness.now)
+    sequence = core.leader_of(RequestId(name))
     assert sequence is not None
     assert sequence.fetch is not None
     return sequence.fetch
@@ -129,14 +141,20 @@ def advance(server: Server, steps: int = 12) -> None:
         server.harness.complete_all()
 
 
-def held_up(keyring: Path) -> tuple[Server, Fetch, Fetch]:
-    """Return a server whose one row is taken, and two lookups of stored prompts: one in its turn, one after it."""
+def with_no_row(keyring: Path, *stored: tuple[str, list[int]]) -> Server:
+    """Return a server whose one row is taken, above storage with these prompts of users, with room for one turn."""
     objects: Objects = {}
-    for user in ("alice", "bob"):
-        hybrid(keyring, objects).serve(user, user=user)
+    for user, prompt in stored:
+        hybrid(keyring, objects).serve(user, prompt, user=user)
     server = hybrid(keyring, objects, host_pages=20, max_rows=1)
     server.harness.core.submit(make_request("long", [1, 2, 3], user="carol", max_tokens=100), 0.0)
     advance(server, 2)
+    return server
+
+
+def held_up(keyring: Path) -> tuple[Server, Fetch, Fetch]:
+    """Return a server without a free row, and two lookups of stored prompts: one in its turn, one after it."""
+    server = with_no_row(keyring, ("alice", PROMPT), ("bob", PROMPT))
     lookups = submitted(server, "alice"), submitted(server, "bob")
     advance(server)
     return server, *lookups
@@ -154,6 +172,234 @@ def test_a_request_that_has_not_started_for_long_gives_its_turn_to_others(keyrin
     assert (first.turn, second.is_done) == (None, True)
     server.finish()
     assert server.harness.cached["bob", 0] == DEPTHS[-1] * PAGE_SIZE
+
+
+def test_a_user_with_many_lookups_leaves_the_next_turn_to_others(keyring: Path) -> None:
+    others = [list(range(number, number + 48)) for number in (300, 400, 500)]
+    server = with_no_row(keyring, *(("alice", prompt) for prompt in others), ("bob", PROMPT), ("dora", PROMPT))
+    lookups = []
+    for number, prompt in enumerate(others):
+        lookups.append(submitted(server, "alice", prompt, f"alice {number}"))
+        advance(server)
+    later = submitted(server, "bob")
+    advance(server)
+    assert [fetch.awaits_turn for fetch in (*lookups, later)] == [False, True, True, True]
+    # The turn of the first began before the last came.
+    server.harness.core.abort(RequestId("alice 0"))
+    advance(server)
+    assert [fetch.awaits_turn for fetch in (*lookups[1:], later)] == [False, True, True]
+    server.harness.core.abort(RequestId("alice 1"))
+    advance(server)
+    assert [fetch.awaits_turn for fetch in (lookups[2], later)] == [True, False]
+    # Others that come now do not pass it.
+    last = submitted(server, "dora")
+    advance(server)
+    server.harness.core.abort(RequestId("bob"))
+    advance(server)
+    assert [fetch.awaits_turn for fetch in (lookups[2], last)] == [False, True]
+    server.finish()
+
+
+def test_a_batch_leaves_turns_to_others_at_once(keyring: Path) -> None:
+    server = with_no_row(keyring, *((user, PROMPT) for user in ("alice", "bob", "dora")))
+    first = submitted(server, "alice", is_batch=True)
+    advance(server)
+    second = submitted(server, "bob", is_batch=True)
+    advance(server)
+    assert (first.is_done, first.turn is None, second.awaits_turn) == (True, False, True)
+    other = submitted(server, "dora")
+    advance(server)
+    assert (first.turn, second.awaits_turn, other.is_done) == (None, True, True)
+    assert other.turn is not None
+    server.finish()
+    assert server.harness.cached["dora", 0] == server.harness.cached["bob", 0] == DEPTHS[-1] * PAGE_SIZE
+
+
+def test_a_turn_goes_on_as_long_as_those_that_come_have_room(keyring: Path) -> None:
+    server = with_no_row(keyring, ("alice", PROMPT[:13]), ("bob", PROMPT[:13]))
+    first = submitted(server, "alice", PROMPT[:13])
+    advance(server)
+    server.harness.now += LONGEST_HOLD_S
+    second = submitted(server, "bob", PROMPT[:13])
+    advance(server)
+    assert first.turn is not None
+    assert second.turn is not None
+    # Those that wait for a turn that cannot begin ask for no plan.
+    storage = server.storage
+    third = submitted(server, "dora")
+    advance(server)
+    assert third.is_done
+    assert not storage.has_work(server.harness.now)
+    server.finish()
+
+
+def test_no_more_turns_end_than_one_that_waits_has_need_of(keyring: Path) -> None:
+    short = PROMPT[:13]
+    server = with_no_row(keyring, ("alice", short), ("bob", short), ("eve", short), ("dora", PROMPT[:17]))
+    lookups = [submitted(server, user, short) for user in ("alice", "bob", "eve")]
+    advance(server)
+    other = submitted(server, "dora", PROMPT[:17])
+    advance(server)
+    assert other.awaits_turn
+    server.harness.now += LONGEST_HOLD_S
+    advance(server)
+    assert [fetch.turn is None for fetch in lookups] == [True, False, False]
+    assert other.turn is not None
+    server.finish()
+
+
+def test_turns_of_users_who_have_no_lookups_are_forgotten(keyring: Path) -> None:
+    objects: Objects = {}
+    users = [f"user{number}" for number in range(6)]
+    for user in users:
+        hybrid(keyring, objects).serve(user, user=user)
+    server = hybrid(keyring, objects)
+    for user in users:
+        assert server.serve(user, user=user) == DEPTHS[-1] * PAGE_SIZE
+    assert set(server.storage._reads._last_turns) == {("tenant", users[-1])}
+
+
+def test_a_load_waits_for_a_slot_of_the_device_as_long_as_transfers_are_open_that_may_have_it(keyring: Path) -> None:
+    server = hybrid(keyring, {})
+    server.serve("cold")
+    server.cache.evict(server.harness.config.device_pages)
+    pool, harness = server.cache.snapshots, server.harness
+    assert pool is not None
+    slots = []
+    while (slot := pool.try_reserve()) is not None:
+        slots.append(slot)
+    # Its transfers stay open.
+    harness.core.submit(make_request("other", [*range(300, 320)], user="bob", max_tokens=1), 0.0)
+    while not server.worker.open:
+        harness.plan()
+        harness.result()
+    harness.core.submit(make_request("warm", PROMPT, max_tokens=1), 0.0)
+    for _ in range(12):
+        harness.plan()
+        harness.result()
+    assert server.worker.open
+    assert ("warm", 0) not in harness.cached
+    pool.cancel(slots.pop())
+    harness.run()
+    assert harness.cached["warm", 0] == DEPTHS[-1] * PAGE_SIZE
+    for slot in slots:
+        pool.cancel(slot)
+    server.finish()
+
+
+def filled(host: HostTier) -> PageIds:
+    """Take all of the host's pages that are free or can be evicted, as if transfers were open that need them."""
+    room = host.pages.allocator.free_pages + host.pages.evictable
+    pages = host.pages.try_allocate(room)
+    assert pages is not None
+    return pages
+
+
+@pytest.mark.parametrize("ends", ["start", "room", "no room"])
+def test_a_first_page_without_room_waits_for_the_turns_of_others_and_no_longer(keyring: Path, ends: str) -> None:
+    server = with_no_row(keyring, ("alice", PROMPT), ("bob", PROMPT), ("dora", PROMPT))
+    host, core = host_of(server), server.harness.core
+    first, found = submitted(server, "alice"), submitted(server, "bob")
+    advance(server)
+    taken = filled(host)
+    refused = submitted(server, "dora")
+    advance(server)
+    assert (first.is_done, found.awaits_turn, refused.waits_before_turns) == (True, True, True)
+    match ends:
+        case "start":
+            # It is in nobody's way that the turns of others end by themselves.
+            server.harness.now += LONGEST_HOLD_S
+            core.abort(RequestId("bob"))
+            host.pages.allocator.release(taken)
+            advance(server)
+            assert refused.is_done
+        case "room":
+            host.pages.allocator.release(taken)
+            advance(server)
+            assert refused.awaits_turn
+        case "no room":
+            # Without others that wait for a turn, too, this one ends.
+            core.abort(RequestId("bob"))
+            server.harness.now += LONGEST_HOLD_S
+            advance(server)
+            server.harness.now += LONGEST_HOLD_S
+            advance(server)
+            assert first.turn is None
+            host.pages.allocator.release(taken)
+    server.finish()
+    assert ("dora", 0) in server.harness.cached
+
+
+def test_later_lookups_get_no_turn_before_a_first_page_without_room(keyring: Path) -> None:
+    server = with_no_row(keyring, ("alice", PROMPT), ("bob", PROMPT), ("dora", PROMPT))
+    host = host_of(server)
+    submitted(server, "alice")
+    advance(server)
+    taken = filled(host)
+    refused = submitted(server, "bob")
+    advance(server)
+    assert refused.waits_before_turns
+    # One that has its first page.
+    later = submitted(server, "dora")
+    host.pages.allocator.release(taken[:1])
+    refused.prefetch._next, kept = [], refused.prefetch._next
+    advance(server)
+    refused.prefetch._next = kept
+    assert later.awaits_turn
+    server.harness.core.abort(RequestId("alice"))
+    taken = np.concatenate([taken[1:], filled(host)])
+    server.harness.plan()
+    assert later.awaits_turn
+    host.pages.allocator.release(taken)
+    server.finish()
+
+
+@pytest.mark.parametrize("ending", ["abort", "expiry", "failure of all"])
+@pytest.mark.parametrize("user", ["alice", "bob"])
+def test_a_waiting_request_that_ends_leaves_nothing(keyring: Path, ending: str, user: str) -> None:
+    server = with_no_row(keyring, ("alice", PROMPT), ("bob", PROMPT))
+    core = server.harness.core
+    first, second = (submitted(server, name, timeout_ms=1000) for name in ("alice", "bob"))
+    advance(server)
+    assert second.awaits_turn
+    match ending:
+        case "abort":
+            core.abort(RequestId(user))
+        case "expiry":
+            server.harness.now += 2.0
+            core.expire(server.harness.now)
+        case "failure of all":
+            core.fail_all(UnavailableError("away"))
+    advance(server)
+    if ending != "abort":
+        assert first.turn is second.turn is None
+        assert not host_of(server).pages.held_nodes()
+    server.finish()
+    assert not server.storage._reads._holding
+    assert not len(server.storage._reads._turns or ())
+    assert copies_of(server).host.moving == 0
+
+
+@pytest.mark.parametrize("lost", ["pages", "snapshots", "both"])
+def test_what_is_lost_between_search_and_turn_ends_the_wait(keyring: Path, lost: str) -> None:
+    server, _, second = held_up(keyring)
+    assert second.awaits_turn
+    # Has the same names as those of the objects.
+    same = hybrid(keyring, {})
+    same.serve("bob", user="bob")
+    names = (
+        *(() if lost == "snapshots" else same.worker.stored),
+        *(() if lost == "pages" else same.worker.stored_states),
+    )
+    for name in names:
+        del server.worker.objects[0, name]
+    server.harness.core.abort(RequestId("alice"))
+    advance(server, 40)
+    assert second.is_done
+    assert second.turn is None
+    server.finish()
+    assert server.harness.cached["bob", 0] == 0
+    assert not host_of(server).pages.held_nodes()
 
 
 def test_those_that_found_little_do_not_pass_one_that_waits_for_much_room(keyring: Path) -> None:

@@ -19,6 +19,7 @@ from services.scheduler.core.queue import QueueOrder
 from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.core.harness import Arrival, Harness, make_request
+from tests.services.scheduler.core.test_read_turns import advance, submitted
 from tests.services.scheduler.core.test_row_snapshots import SnapshotMachine
 from tests.services.scheduler.core.test_storage import WAIT
 from tests.services.scheduler.core.test_stored_snapshot_properties import StoredSnapshotMachine
@@ -135,6 +136,26 @@ def test_look_ups_come_out_the_same_however_much_they_had_to_save(
     monkeypatch.setattr(loads.costs, "storage_pays", lambda *_: True)
     monkeypatch.setattr(loads.costs, "least_stored", lambda *_: least)
     assert server.serve("warm") == (44 if least <= 44 else 0)
+    recording.check(loads.host.config, server.storage.config)
+
+
+def test_turns_that_batches_leave_to_others_come_out_the_same(tmp_path: Path) -> None:
+    objects: Objects = {}
+    for user in ("alice", "bob"):
+        hybrid(tmp_path / "keys.db", objects).serve(user, user=user)
+    server = hybrid(tmp_path / "keys.db", objects, host_pages=20, max_rows=1)
+    recording = Recording(server.harness)
+    server.harness.core.submit(make_request("long", [1, 2, 3], user="carol", max_tokens=100), 0.0)
+    advance(server, 2)
+    batch = submitted(server, "alice", is_batch=True)
+    advance(server)
+    submitted(server, "bob")
+    advance(server)
+    assert batch.is_done
+    assert batch.turn is None
+    server.harness.run()
+    loads = server.harness.core.memory.loads
+    assert loads is not None
     recording.check(loads.host.config, server.storage.config)
 
 
