@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Accounts:
-    """Owns the accounts of all views that hold a node or a lock, and of their tenants; tracks recent activity.
+    """Owns the accounts of all views that hold nodes, snapshots or locks, and of their tenants; tracks recent activity.
 
     A subject holds a quota as long as it has an account, a tenant until it has been idle for some epochs.
     """
@@ -89,13 +89,14 @@ class Accounts:
 
     def forget_if_empty(self, account: Account) -> None:
         """Drop an account without any references, so that invented names use no memory."""
-        if account.locks or account.nodes or account.views or account.is_public:
+        if account.locks or account.nodes or account.snapshots or account.views or account.is_public:
             return
         if account.is_shared:
             if self._tenants.pop(account.scope[0], None) is not None:
                 self._leave(account.holder)
             return
-        del self._views[account.scope]
+        if self._views.pop(account.scope, None) is None:
+            return
         self._end_activity(account)
         self._leave(account.holder)
         account.tenant.views -= 1

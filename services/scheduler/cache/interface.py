@@ -213,7 +213,10 @@ class PrefixCache(Protocol):
         """Totals of the tree. O(tenants)."""
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lock; consume it before the cache changes."""
+        """Yield the public, the tenants and each view with a node, a snapshot or a lock.
+
+        Consume it before the cache changes.
+        """
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes in one view, or all nodes: parents before children.

@@ -75,6 +75,8 @@ class Account:
     views: int = 0
     live_pages: int = 0
     nodes: int = 0
+    # Of recurrent states, on both tiers: in pages of nodes that became shared, they may be all that a view has.
+    snapshots: int = 0
     locks: int = 0
     last_epoch: int = 0
     is_active: bool = False

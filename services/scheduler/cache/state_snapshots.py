@@ -145,7 +145,7 @@ class StateSnapshots:
         Return the owner's snapshot.
         """
         self._moving.remove(slot)
-        entry = self._keep(page, owner.scope, slot, owner)
+        entry = self._keep(page, owner.scope, slot)
         entry.wants_copy = False
         return entry
 
@@ -323,7 +323,7 @@ class StateSnapshots:
             self._drop(victim)
         return self._free.pop()
 
-    def _keep(self, page: int, scope: Scope, slot: SnapshotSlot, owner: Account | None = None) -> SnapshotEntry:
+    def _keep(self, page: int, scope: Scope, slot: SnapshotSlot) -> SnapshotEntry:
         """Let a slot that is in none of the sets belong to a page, or free it if the scope has one there."""
         of_page = self._entries.setdefault(page, {})
         if scope in of_page:
@@ -331,7 +331,10 @@ class StateSnapshots:
             self._free.append(slot)
             return of_page[scope]
         self._made += 1
-        entry = of_page[scope] = SnapshotEntry(slot, page, owner or self._accounts.owner(scope), self._made)
+        # Which may have ended since a copy for it began.
+        owner = self._accounts.owner(scope)
+        owner.snapshots += 1
+        entry = of_page[scope] = SnapshotEntry(slot, page, owner, self._made)
         self._has_some[page] = True
         self.kept += 1
         self._queue.charge(entry.owner, 1)
@@ -372,6 +375,8 @@ class StateSnapshots:
         self._unlink(entry)
         self._queue.discard(entry)
         self._queue.charge(entry.owner, -1)
+        entry.owner.snapshots -= 1
+        self._accounts.forget_if_empty(entry.owner)
         self.kept -= 1
         if entry.readers:
             self._moving.add(entry.slot)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.eviction_order import C
     from services.scheduler.cache.node import Account, Holder, Node
     from services.scheduler.cache.radix import RadixCache
+    from services.scheduler.cache.state_snapshots import StateSnapshots
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_tier import HostTier
 
@@ -146,6 +147,8 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
             continue
         accounts[node.owner].append(node)
     yield from _holders(list(accounts))
+    snapshots = Counter(entry.owner for pool in _snapshot_pools(cache) for entry in pool.all())
+    yield from (f"a snapshot is of {owner.scope}, which has no account" for owner in snapshots if owner not in accounts)
     for account, owned in accounts.items():
         live = sum(len(node.pages) for node in owned if not node.is_soft_free)
         if (len(owned), live) != (account.nodes, account.live_pages):
@@ -156,8 +159,18 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         views = sum(other.tenant is account for other in everyone.all()) if account.is_shared else 0
         if views != account.views:
             yield f"{account.scope} has {views} views, counted {account.views}"
-        if not (account.is_public or owned or account.locks or views):
+        if snapshots[account] != account.snapshots:
+            yield f"{account.scope} has {snapshots[account]} snapshots, counted {account.snapshots}"
+        if not (account.is_public or owned or account.snapshots or account.locks or views):
             yield f"{account.scope} has an account and nothing in it"
+
+
+def _snapshot_pools(cache: RadixCache) -> Iterator[StateSnapshots]:
+    """Yield the snapshots of recurrent states of each tier."""
+    if cache.snapshots is not None:
+        yield cache.snapshots
+    if cache.host is not None and cache.host.states is not None:
+        yield cache.host.states.host
 
 
 def _holders(accounts: list[Account]) -> Iterator[str]:

@@ -282,7 +282,7 @@ class RecordedCache:
         return self._cache.usage
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lock; not recorded."""
+        """Yield the public, the tenants and each view with a node, a snapshot or a lock; not recorded."""
         return self._cache.owners()
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:

@@ -28,21 +28,22 @@ USERS = ("alice", "bob", "carol")
 FOUND = 48
 
 
-def make_harness(*, has_host: bool = True) -> Harness:
+def make_harness(*, has_host: bool = True, quota_share: float = 0.25) -> Harness:
     """Pages of 4 tokens, a snapshot every 4 pages, and room for everything."""
     host = HostConfig(pages=128, snapshots=60) if has_host else None
+    rules = CacheConfig(quota_share=quota_share)
     return Harness(
-        cache="user_aware", pages=128, snapshots=60, interval=4, host=host, max_context=120
+        cache="user_aware", pages=128, snapshots=60, interval=4, host=host, max_context=120, rules=rules
     )  # fmt: skip
 
 
-def serve(harness: Harness, user: str) -> int:
-    """Serve the prompt to its end; return the number of its cached tokens."""
+def serve(harness: Harness, user: str, prompt: list[int] = PROMPT) -> int:
+    """Serve a prompt to its end; return the number of its cached tokens."""
     name = f"{user} {len(harness.finishes)}"
-    harness.core.submit(make_request(name, PROMPT, max_tokens=1, user=user), 0.0)
+    harness.core.submit(make_request(name, prompt, max_tokens=1, user=user), 0.0)
     harness.run()
     harness.audit()
-    assert harness.outputs[name, 0] == expected_output(PROMPT, len(PROMPT) + 1, (STOP_ID,))
+    assert harness.outputs[name, 0] == expected_output(prompt, len(prompt) + 1, (STOP_ID,))
     return harness.cached[name, 0]
 
 
@@ -146,6 +147,33 @@ def test_users_lose_the_snapshots_of_a_shared_text_when_they_are_forgotten() -> 
     harness.cache.forget(make_request("any", PROMPT, user="bob").view.subject)
     # In this order: bob leaves snapshots for all.
     assert [serve(harness, user) for user in ("alice", "carol", "bob")] == [FOUND, FOUND, 0]
+
+
+@pytest.mark.parametrize("has_host", [False, True])
+def test_snapshots_of_a_shared_text_count_against_their_users_quotas(*, has_host: bool) -> None:
+    """Also if nothing else of a user is in the cache when the text becomes shared."""
+    quota = 6
+    harness = make_harness(has_host=has_host, quota_share=quota / 60)
+    assert [serve(harness, user) for user in USERS] == [0, 0, 0]
+    share(harness)
+    snapshots = harness.cache.snapshots
+    assert snapshots is not None
+
+    def kept(user: str) -> int:
+        return sum(entry.owner.subject == ("tenant", user) for entry in snapshots.all())
+
+    before = kept("alice")
+    assert 1 < before < quota
+    for first in range(4):
+        serve(harness, "alice", [first, *PROMPT])
+    assert kept("alice") == quota
+    assert kept("bob") == before
+    # An account is there as long as anything is in it.
+    harness.cache.flush()
+    harness.audit()
+    assert isinstance(harness.cache, RadixCache)
+    accounts = harness.cache.store.accounts
+    assert (len(accounts), accounts.tenants()) == (0, [])
 
 
 def test_only_snapshots_of_the_scope_and_its_views_move_to_other_pages() -> None:

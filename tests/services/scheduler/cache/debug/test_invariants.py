@@ -113,6 +113,10 @@ def forget_a_view(cache: RadixCache) -> None:
     nodes(cache)["bob", "1", "2"].owner.holder.members -= 1
 
 
+def miscount_snapshots(cache: RadixCache) -> None:
+    nodes(cache)["bob", "1", "2"].owner.snapshots += 1
+
+
 def reorder_candidates(cache: RadixCache) -> None:
     queue = cache.store.queue
     queue._subjects[nodes(cache)["ann", "5", "6"].owner.holder].heap.reverse()
@@ -144,6 +148,7 @@ def test_sound_tree_has_no_violations() -> None:
         (miscount_a_subject, "subjects and tenants have"),
         (miscount_a_tenant, "subjects and tenants have"),
         (forget_a_view, "has 1 accounts, counted 0"),
+        (miscount_snapshots, "has 0 snapshots, counted 1"),
         (reorder_candidates, "not the most urgent"),
     ],
 )
