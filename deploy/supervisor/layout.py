@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 import socket
+import tempfile
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from common.errors import ConfigurationError
+from common.file_locks import FileLock
 from common.settings import BackendSettings, SchedulerSettings, explain
 from common.types import GroupRole
 from deploy.supervisor.child import IGNORE_SIGTERM
 from deploy.supervisor.models import check_metrics_ports, deploy_models
-from deploy.supervisor.state import run_root
+from deploy.supervisor.state import make_private, run_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -428,16 +430,29 @@ def _reachable(host: str) -> str:
 def free_port(host: str) -> int:
     """Return a TCP port that is currently free at `host`.
 
-    If possible, it is none of those that the system chooses from for others: the caller's server may start later, or
-    stop for a while.
+    If possible, it is none of those that the system chooses from for others, and no other call on this machine by the
+    same user returns it while this process lives: the caller's server may start later, or stop for a while.
     """
     ports = range(_FIRST_PORT, _first_ephemeral_port())
     for _ in range(_TRIES if ports else 0):
         port = secrets.choice(ports)
+        if not _reserve(port):
+            continue
         with contextlib.suppress(OSError), _listen(host, port):
             return port
     with _listen(host, 0) as listener:
         return int(listener.getsockname()[1])
+
+
+def _reserve(port: int) -> bool:
+    """Reserve a port until this process ends; return False if it is reserved. Without a directory, none ever is."""
+    directory = Path(tempfile.gettempdir()) / f"pando-ports-{os.getuid()}"
+    try:
+        make_private(directory)
+        # It is not released: the kernel does that when the process ends.
+        return FileLock(directory / str(port)).try_acquire()
+    except (OSError, ConfigurationError):
+        return True
 
 
 def _first_ephemeral_port() -> int:

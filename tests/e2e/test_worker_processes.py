@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from common.rpc.channel import is_serving, open_channel
 from common.rpc.security import Security
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import StepId
+from deploy.supervisor.layout import free_port
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import plan_to_wire, result_from_wire, spec_to_wire
 from services.worker.__main__ import NAME
@@ -113,12 +113,9 @@ def two_hosts() -> Iterator[list[Host]]:
 
 
 def group_spec(directory: Path) -> EngineSpec:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     return EngineSpec(
         str(directory), max_rows=2, max_context=64, max_step_tokens=32, device_pages=8, world_size=2,
-        rendezvous=f"127.0.0.1:{port}",
+        rendezvous=f"127.0.0.1:{free_port('127.0.0.1')}",
     )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from deploy.supervisor.layout import free_port
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
@@ -158,6 +160,4 @@ def running_server(fake: FakeOpenAIServer | None = None) -> Iterator[FakeOpenAIS
 
 def free_url() -> str:
     """Return a URL at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port('127.0.0.1')}"

@@ -15,7 +15,6 @@ import argparse
 import gc
 import multiprocessing
 import shlex
-import socket
 import sys
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from common.steps import EngineSpec, MicroBatch, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from deploy.evaluation.experiments.formats import FORMATS, shape_in
+from deploy.supervisor.layout import free_port
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
@@ -224,9 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_ranks(arguments: argparse.Namespace, label: str | None = None) -> None:
     """Measure as all ranks, rank 0 in this process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}"
     others = [
         multiprocessing.get_context("spawn").Process(target=measure, args=(arguments, rank, rendezvous, label))
         for rank in range(1, arguments.tp * arguments.pp)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import threading
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import httpx
 
+from deploy.supervisor.layout import free_port
 from tests.waiting import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:
@@ -162,9 +162,7 @@ class Google:
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port("127.0.0.1")
         upstream = f"127.0.0.1:{port}"
 
         def answers() -> bool:

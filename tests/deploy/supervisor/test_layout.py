@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,15 @@ from deploy.supervisor.command import read_arguments, read_roles
 from deploy.supervisor.layout import PlannedGroup, Replicas, Stage, check_port, free_port, plan_layout
 
 RUN = Path("/run/pando/8000")
+# Takes ten ports, writes them, and has them until its input ends.
+TAKE_PORTS = """
+import sys
+from pathlib import Path
+from deploy.supervisor import layout
+layout._EPHEMERAL_PORTS = Path(sys.argv[1])
+print(*(layout.free_port("127.0.0.1") for _ in range(10)), flush=True)
+sys.stdin.read()
+"""
 
 
 def settings_with(**sections: dict[str, object]) -> Settings:
@@ -131,6 +144,38 @@ def test_free_ports_are_not_those_that_the_system_gives_to_others(
     assert len(ports) > 25
     if listed == "30000\t60999\n":
         assert all(20_000 <= port < 30_000 for port in ports)
+
+
+def test_processes_side_by_side_get_different_ports(tmp_path: Path) -> None:
+    """Also if their servers start later; those of a process that has ended are given to others again."""
+    (tmp_path / "range").write_text("20100 60999", encoding="ascii")
+    command = [sys.executable, "-c", TAKE_PORTS, str(tmp_path / "range")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def ports_of(count: int) -> list[int]:
+        """Return ports that processes take which run at the same time."""
+        processes = [
+            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(count)
+        ]
+        lines = [process.stdout.readline() for process in processes if process.stdout is not None]
+        for process in processes:
+            process.communicate(timeout=60)
+        return [int(port) for line in lines for port in line.split()]
+
+    first, second = ports_of(4), ports_of(4)
+    for ports in (first, second):
+        assert len(ports) == len(set(ports)) == 40
+        assert all(20_000 <= port < 20_100 for port in ports)
+    assert set(first) & set(second)
+
+
+def test_without_a_directory_of_ones_own_ports_are_free_but_not_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none" / "file"))
+    (tmp_path / "none").write_text("", encoding="ascii")
+    check_port("127.0.0.1", free_port("127.0.0.1"))
 
 
 def test_an_unknown_service_is_reported_with_the_known_ones() -> None:

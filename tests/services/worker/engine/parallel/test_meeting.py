@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # from a compiled module
 
 from services.worker.engine.parallel.meeting import connect, meet
+from tests.services.worker.engine.parallel.ranks import free_address
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -23,12 +23,6 @@ RANKS = 3
 TIMEOUT = timedelta(seconds=120)
 # Of the meeting with a rank that is dead; live ones may need several attempts where the machine is busy.
 CONNECTING_TIMEOUT = timedelta(seconds=3)
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def wait_for(address: str, key: str) -> None:
