@@ -68,9 +68,9 @@ class _Shrinking:
 
 @dataclass(frozen=True, slots=True)
 class _Expansion:
-    """How the second product is cut into programs, which share all used tiles' blocks of `block` columns evenly.
+    """How the second product is cut into programs: each has a share of a tile's blocks of `block` columns.
 
-    Programs wait for memory mostly, so there are as many as find room together.
+    Programs wait for memory mostly, so there are as many as find room together, equally many for each used tile.
     """
 
     block: int
@@ -86,8 +86,8 @@ class _Expansion:
 _FEW_OF_ONE, _FEW_OF_SEVERAL = _Shrinking(16, 256, 2, 3), _Shrinking(64, 128, 4, 3)
 _MANY_OF_ONE, _MANY_OF_SEVERAL = _Shrinking(32, 128, 4, 3), _Shrinking(64, 128, 4, 3)
 # Of few tokens and of many; and of gated products, where a block has columns of both halves.
-_FEW, _MANY = _Expansion(128, 4, 4, 3, registers=128), _Expansion(128, 512, 8, 2)
-_FEW_GATED, _MANY_GATED = _Expansion(128, 4, 8, 3, registers=64), _Expansion(64, 512, 8, 1, registers=80)
+_FEW, _MANY = _Expansion(128, 4, 4, 3, registers=128), _Expansion(128, 512, 4, 3)
+_FEW_GATED, _MANY_GATED = _Expansion(128, 4, 4, 3, registers=128), _Expansion(64, 512, 8, 1, registers=80)
 # Of a machine without a GPU, where Triton's interpreter runs.
 _INTERPRETED_MULTIPROCESSORS = 8
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
@@ -334,7 +334,7 @@ def _programs(form: _Expansion, tiles: TokenTiles, width: int, device: torch.dev
     """Return the number of programs that share the blocks of all tiles, of which the host does not know the number."""
     most = len(tiles.tiles) * triton.cdiv(width, form.block)
     if tiles.are_few:
-        return (min(most, form.programs * _multiprocessors(device)),)
+        return (min(most, max(form.programs * _multiprocessors(device), len(tiles.tiles))),)
     return (len(tiles.tiles) * triton.cdiv(width, form.programs),)
 
 

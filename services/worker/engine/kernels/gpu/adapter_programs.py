@@ -160,11 +160,17 @@ def _factor(b, outs, ranks, rank, columns, RANKS: tl.constexpr):
 
 @triton.jit
 def _share(tiles, width, BLOCK: tl.constexpr):
-    """Return the blocks of a tile's `width` columns, and the first and stop of this program's, of all used tiles'."""
+    """Return this program's tile, and the first and stop of its share of the tile's `width` columns.
+
+    Used tiles have equally many programs, each with whole blocks; programs that are left over have no columns. No
+    program has columns of two tiles: it would wait twice for one load after the other.
+    """
+    used = tl.load(tiles + 3)
+    of_tile = tl.num_programs(0) // tl.maximum(used, 1)
+    index, number = tl.program_id(0) // of_tile, tl.program_id(0) % of_tile
     blocks = tl.cdiv(width, BLOCK)
-    every = tl.load(tiles + 3).to(tl.int64) * blocks
-    number, programs = tl.program_id(0), tl.num_programs(0)
-    return blocks, (every * number // programs).to(tl.int32), (every * (number + 1) // programs).to(tl.int32)
+    begin, end = blocks * number // of_tile * BLOCK, blocks * (number + 1) // of_tile * BLOCK
+    return index, begin, tl.where(index < used, tl.minimum(end, width), begin)
 
 
 @triton.jit
@@ -244,10 +250,10 @@ def expand(
     element = outputs.dtype.element_ty
     # So that the compiler knows what they are multiples of.
     most_ranks = most_ranks // 32 * 32
-    blocks, begin, end = _share(tiles, columns_out, BLOCK=BLOCK)
+    index, begin_share, end_share = _share(tiles, columns_out, BLOCK=BLOCK)
     if OVERLAPS:
         follow()
-    for index in range(begin // blocks, tl.cdiv(end, blocks)):
+    if begin_share < end_share:
         tile = tiles + index * 4
         first = tl.load(tile + 1)
         stop = tl.load(tile + 2)
@@ -259,8 +265,6 @@ def expand(
             token = token.to(tl.int32)
         else:
             place = place.to(tl.int64)
-        begin_share = max(begin - index * blocks, 0) * BLOCK
-        end_share = min(min(end - index * blocks, blocks) * BLOCK, columns_out)
         for number in range(PARTS):
             own = line + HEAD + number * OF_PART
             b = tl.multiple_of(tl.load(own).to(tl.pointer_type(element)), 16)
@@ -278,6 +282,43 @@ def expand(
             if PARTS > 1:
                 # Other threads may load what was stored in columns that are of both parts' lines.
                 tl.debug_barrier()
+
+
+@triton.jit
+def _first_half(sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first half of the rows of `sums` [ROWS, BLOCK]."""
+    half, _ = tl.split(tl.permute(tl.reshape(sums, [2, ROWS // 2, BLOCK]), [1, 2, 0]))
+    return half
+
+
+@triton.jit
+def _gate_columns(
+    both, outputs, order, first, stop, begin_share, end_share, width, gate_low, gate_b, gate_first, gate_outs,
+    gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_HALF: tl.constexpr,
+):  # fmt: skip
+    """Write columns of the gated product of a tile's tokens, of which there are at most half of ROWS if IS_HALF."""
+    element = outputs.dtype.element_ty
+    place = first + tl.arange(0, ROWS // 2 if IS_HALF else ROWS)
+    inside = place < stop
+    token = tl.load(order + place, mask=inside, other=0)
+    if NARROW:
+        token = token.to(tl.int32)
+    for begin in tl.range(begin_share, end_share, BLOCK, num_stages=STAGES):
+        columns = begin + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (columns < width)[None, :]
+        source = both + token[:, None] * (2 * width) + columns[None, :]
+        gate_base = tl.load(source, mask=mask, other=0.0)
+        up_base = tl.load(source + width, mask=mask, other=0.0)
+        gate_factor = _factor(gate_b, gate_outs, gate_ranks, 0, columns - gate_first, RANKS=RANKS)
+        up_factor = _factor(up_b, up_outs, up_ranks, 0, width + columns - up_first, RANKS=RANKS)
+        gate = tl.dot(gate_low, gate_factor, input_precision="ieee")
+        up = tl.dot(up_low, up_factor, input_precision="ieee")
+        if IS_HALF:
+            gate, up = _first_half(gate, ROWS=ROWS, BLOCK=BLOCK), _first_half(up, ROWS=ROWS, BLOCK=BLOCK)
+        product = _gated_sums(gate_base, gate, up_base, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+        tl.store(outputs + token[:, None] * width + columns[None, :], product, mask=mask)
 
 
 @triton.jit
@@ -303,10 +344,10 @@ def expand_and_gate(
     element = outputs.dtype.element_ty
     # So that the compiler knows what they are multiples of.
     most_ranks = most_ranks // 32 * 32
-    blocks, begin_block, end_block = _share(tiles, width, BLOCK=BLOCK)
+    index, begin_share, end_share = _share(tiles, width, BLOCK=BLOCK)
     if OVERLAPS:
         follow()
-    for index in range(begin_block // blocks, tl.cdiv(end_block, blocks)):
+    if begin_share < end_share:
         tile = tiles + index * 4
         first = tl.load(tile + 1)
         stop = tl.load(tile + 2)
@@ -324,8 +365,6 @@ def expand_and_gate(
             token = token.to(tl.int32)
         else:
             place = place.to(tl.int64)
-        begin_share = max(begin_block - index * blocks, 0) * BLOCK
-        end_share = min(min(end_block - index * blocks, blocks) * BLOCK, width)
         ranks = max(gate_ranks, up_ranks)
         gate_low = _low(
             partial, place, inside, gate_rank, gate_ranks, 0, count, most_ranks, shares,
@@ -336,18 +375,21 @@ def expand_and_gate(
             ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
         )  # fmt: skip
         if ranks <= RANKS:
-            for begin in tl.range(begin_share, end_share, BLOCK, num_stages=STAGES):
-                columns = begin + tl.arange(0, BLOCK)
-                mask = inside[:, None] & (columns < width)[None, :]
-                source = both + token[:, None] * (2 * width) + columns[None, :]
-                gate_base = tl.load(source, mask=mask, other=0.0)
-                up_base = tl.load(source + width, mask=mask, other=0.0)
-                gate_factor = _factor(gate_b, gate_outs, gate_ranks, 0, columns - gate_first, RANKS=RANKS)
-                up_factor = _factor(up_b, up_outs, up_ranks, 0, width + columns - up_first, RANKS=RANKS)
-                gate = tl.dot(gate_low, gate_factor, input_precision="ieee")
-                up = tl.dot(up_low, up_factor, input_precision="ieee")
-                product = _gated_sums(gate_base, gate, up_base, up, ELEMENT=element, ACTIVATION=ACTIVATION)
-                tl.store(outputs + token[:, None] * width + columns[None, :], product, mask=mask)
+            # Activating empty rows takes as long as reading the factors. With 16 rows, each thread has both halves.
+            if ROWS == 16 and stop - first <= ROWS // 2:
+                _gate_columns(
+                    both, outputs, order, first, stop, begin_share, end_share, width, gate_low, gate_b, gate_first,
+                    gate_outs, gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, NARROW=NARROW, STAGES=STAGES, ACTIVATION=ACTIVATION,
+                    IS_HALF=True,
+                )  # fmt: skip
+            else:
+                _gate_columns(
+                    both, outputs, order, first, stop, begin_share, end_share, width, gate_low, gate_b, gate_first,
+                    gate_outs, gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, NARROW=NARROW, STAGES=STAGES, ACTIVATION=ACTIVATION,
+                    IS_HALF=False,
+                )  # fmt: skip
         else:
             for begin in tl.range(begin_share, end_share, BLOCK, num_stages=1):
                 columns = begin + tl.arange(0, BLOCK)

@@ -22,7 +22,7 @@ from services.worker.engine.adapters.sites import (
     SiteFactors,
     SitePart,
 )
-from services.worker.engine.kernels.gpu import elementwise
+from services.worker.engine.kernels.gpu import adapter_products, elementwise
 from services.worker.engine.kernels.gpu.adapter_products import TokenTiles
 from services.worker.engine.kernels.gpu.backend import GpuBackend
 from services.worker.engine.kernels.gpu.kernels import GpuGatedLinear
@@ -124,11 +124,14 @@ def test_wide_inputs_are_shrunk_in_shares(tokens: int, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("changed", [(True, True), (True, False), (False, True)], ids=["both", "gate", "up"])
-@pytest.mark.parametrize("tokens", [23, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [23, 50, pytest.param(300, marks=pytest.mark.slow)])
 def test_halves_get_their_sums_before_they_are_gated(
     tokens: int, changed: tuple[bool, bool], device: torch.device
 ) -> None:
-    """Whichever half an adapter changes, and of an odd height; tokens without one get the bits of the plain gate."""
+    """Whichever half an adapter changes, and of an odd height; tokens without one get the bits of the plain gate.
+
+    Tiles of 23 tokens are half empty at least, and those of 50 are fuller.
+    """
     hidden, height, rank = 96, 77, 6
     site = Site(tuple(SitePart(name, slice(None)) for name in ("gate", "up")))
     generator = torch.Generator().manual_seed(tokens)
@@ -149,7 +152,7 @@ def test_halves_get_their_sums_before_they_are_gated(
         weights = AdapterWeights(f"{slot}", rank, {site.name: SiteFactors(drawn(ranks, hidden), tuple(parts))}, None)
         for adapters in (grouped, segmented):
             adapters.put(slot, weights)
-    slots = torch.randint(-1, 3, (tokens,), generator=generator, dtype=torch.int32).to(device)
+    slots = (torch.arange(tokens, dtype=torch.int32) % 4 - 1)[torch.randperm(tokens, generator=generator)].to(device)
     inputs = drawn(tokens, hidden)
     for adapters in (grouped, segmented):
         adapters.use(slots)
@@ -160,6 +163,33 @@ def test_halves_get_their_sums_before_they_are_gated(
     without = slots == -1
     assert torch.equal(found[without], plain[without])
     assert not torch.equal(found, plain)
+
+
+def test_each_token_can_have_an_adapter_of_its_own(device: torch.device) -> None:
+    """There are more tiles then than programs find room at a time."""
+    tokens, width, height, rank = 40, 48, 208, 4
+    assert tokens > 4 * adapter_products._INTERPRETED_MULTIPROCESSORS
+    site = Site((SitePart("out", slice(None)),))
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 4).to(device, torch.float16)
+
+    both = GroupedAdapters(tokens), SegmentedAdapters(tokens, device)
+    for adapters in both:
+        adapters.sites.append(site)
+    for slot in range(tokens):
+        factors = SiteFactors(drawn(rank, width), (PartFactors(0, slice(0, rank), drawn(height, rank)),))
+        for adapters in both:
+            adapters.put(slot, AdapterWeights(f"{slot}", rank, {site.name: factors}, None))
+    slots = torch.randperm(tokens, generator=generator, dtype=torch.int32).to(device)
+    inputs, sums = drawn(tokens, width), drawn(tokens, height)
+    found = []
+    for adapters in both:
+        adapters.use(slots)
+        found.append(sums.clone())
+        adapters.add(site, inputs, found[-1])
+    torch.testing.assert_close(found[1], found[0], atol=0.01, rtol=0.01)
 
 
 def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
