@@ -119,7 +119,7 @@ CACHE_MERGED_PAGES = Gauge(
     "pando_scheduler_cache_merged_pages", "Pages that would be needed in addition if no two nodes named the same one."
 )
 CACHE_NODES = Gauge("pando_scheduler_cache_nodes", "Nodes of the prefix cache's tree.")
-CACHE_VIEWS = Gauge("pando_scheduler_cache_principals", "Views that own nodes or have open requests.")
+CACHE_VIEWS = Gauge("pando_scheduler_cache_principals", "Views that own nodes or snapshots, or have open requests.")
 CACHE_EPOCH = Gauge("pando_scheduler_cache_epoch", "The cache's epoch.")
 CACHE_OPERATIONS_TOTAL = Counter(
     "pando_scheduler_cache_operations_total", "Calls of the prefix cache by operation.", ["operation"]

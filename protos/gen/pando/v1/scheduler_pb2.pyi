@@ -1335,7 +1335,7 @@ class CacheAccounting(_message.Message):
     """The current epoch, and the number of the latest event."""
     sequence: _builtins.int
     nodes: _builtins.int
-    """Nodes of the tree, and views that own nodes or have open requests."""
+    """Nodes of the tree, and views that own nodes or snapshots, or have open requests."""
     views: _builtins.int
     public_pages: _builtins.int
     """Pages that nodes reference, by visibility; a page that several nodes reference counts for each of them."""
