@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
 LEASE = b"l" * 16
 PAGES = 24
-LINGER_S = 0.5  # of the lender
+LINGER_S = 0.5  # of an impatient lender
 PATIENT = ReaderWaits(60, 60, 60)
+IMPATIENT = ReaderWaits(LINGER_S, LINGER_S, LINGER_S)
 WINDOW = 2 * SLICES_AT_ONCE  # pages that may be read at a time, two in each slice
 
 
@@ -197,7 +198,7 @@ class Bench:
         self.serve()
 
     def serve(self) -> None:
-        self.leases = PageLeases(lambda: self.device, ReaderWaits(LINGER_S, LINGER_S, LINGER_S))
+        self.leases = PageLeases(lambda: self.device, PATIENT)
         self.leases.grant(LEASE, range(PAGES))
         self.service = CountingService(self.leases)
         self.server = RpcServer("pando.v1.Worker", self.address)

@@ -18,7 +18,7 @@ from services.worker.peers.leases import MappedRead, MappedReads, Permission, Re
 from services.worker.peers.mapped_reading import BEATS
 from services.worker.peers.mapping import COPY_THREADS
 from services.worker.stream_pages import StreamDevicePages
-from tests.services.worker.peers.mapped_memory import LEASE, LINGER_S, PAGES, PATIENT, WINDOW, Bench, Device, until
+from tests.services.worker.peers.mapped_memory import IMPATIENT, LEASE, LINGER_S, PAGES, WINDOW, Bench, Device, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -56,6 +56,7 @@ async def test_pages_are_copied_to_the_device_whether_or_not_the_host_tier_is_re
 
 
 async def test_a_lender_does_not_wait_for_the_passes_of_its_reader(bench: Bench) -> None:
+    bench.leases.waits = IMPATIENT
     bench.copies.passes_s = 2 * LINGER_S
     assert (await bench.fetch(ORDER, StreamDevicePages(bench.device))).done_pages == PAGES
     assert bench.service.calls == ["map", "permit"], "it has not taken the reader for gone"
@@ -136,6 +137,7 @@ async def test_pages_are_sent_for_a_while_once_a_read_over_nixl_has_broken(bench
 
 
 async def test_a_read_over_nixl_that_has_broken_holds_the_pages_for_a_while(bench: Bench) -> None:
+    bench.leases.waits = IMPATIENT
     bench.device = Device(over_nixl=True)
     bench.copies.reads_over_nixl = bench.copies.is_broken = True
     with mock.patch.object(MappedRead, "end", autospec=True) as end:
@@ -187,6 +189,7 @@ async def test_pages_that_may_have_been_overwritten_during_the_copy_do_not_count
 async def test_a_reader_that_reports_wrongly_or_no_more_holds_the_pages_for_a_while(
     bench: Bench, report: int | None
 ) -> None:
+    bench.leases.waits = IMPATIENT
     memory = bench.device.lend(lambda: None)
     assert memory is not None
     read = bench.leases.begin_read(LEASE, memory.name, range(PAGES))
@@ -206,7 +209,6 @@ async def test_a_reader_that_reports_wrongly_or_no_more_holds_the_pages_for_a_wh
 
 
 async def test_reads_beside_each_other_share_a_call_and_do_not_wait_for_one_another(bench: Bench) -> None:
-    bench.leases.waits = PATIENT
     slow = await bench.fetch_slowly(ORDER)
     held, bench.copies.gate = bench.copies.gate, threading.Event()
     bench.copies.gate.set()
@@ -220,11 +222,11 @@ async def test_reads_beside_each_other_share_a_call_and_do_not_wait_for_one_anot
 
 
 async def test_a_read_that_took_too_long_breaks_no_other_one(bench: Bench) -> None:
+    bench.leases.waits = IMPATIENT
     slow = await bench.fetch_slowly(ORDER)
     held, lease = bench.copies.gate, bench.leases._leases[LEASE]
     # The lender has given it up.
     await until(lambda: not lease.reading)
-    bench.leases.waits = PATIENT
     other = await bench.fetch_slowly(ORDER, beside=SLICES_AT_ONCE)
     held.set()
     await until(lambda: "read" in bench.service.calls)
@@ -269,6 +271,7 @@ async def test_copies_that_go_on_for_too_long_hold_the_pages_no_longer(bench: Be
 
 
 async def test_a_lender_of_an_earlier_version_hears_of_reports_only(bench: Bench) -> None:
+    bench.leases.waits = IMPATIENT
     with (
         mock.patch.object(MappedReads, "silence_ms", 0),
         mock.patch.object(MappedReads, "go_on", autospec=True, side_effect=AssertionError) as go_on,
@@ -291,7 +294,6 @@ async def test_copies_take_no_threads_from_others(bench: Bench) -> None:
 
 
 async def test_a_read_that_is_given_up_holds_the_pages_no_longer_than_its_copies(bench: Bench) -> None:
-    bench.leases.waits = PATIENT
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
     await until(lambda: bench.pages._is_closed)
@@ -369,7 +371,6 @@ async def test_a_peer_that_dies_is_unmapped_and_its_successor_mapped(bench: Benc
 
 
 async def test_host_pages_are_written_no_more_once_the_stream_of_plans_has_ended(bench: Bench) -> None:
-    bench.leases.waits = PATIENT
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
     await asyncio.sleep(0.1)
