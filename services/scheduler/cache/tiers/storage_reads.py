@@ -160,7 +160,7 @@ class StorageReads:
         """Whether there are pages to request that the rate allows, or turns to begin or end."""
         if self._rate.available(now) >= 1 and any(fetch.is_due for fetch in self._fetches):
             return True
-        return self._next_turn() is not None or any(self._must_end(fetch, now) for fetch in self._holding)
+        return self._next_turn() is not None or self._next_to_end(now) is not None
 
     @property
     def needs_room(self) -> bool:
@@ -288,12 +288,12 @@ class StorageReads:
     def _change_turns(self, now: float) -> None:
         """Begin the turns that have room, then end those that must leave room to others, and begin these."""
         self._begin_turns()
-        for fetch in list(self._holding):
-            if fetch.complete_since is None:
-                fetch.complete_since = now
-            if self._must_end(fetch, now):
-                self._end_turn(fetch)
-                self._begin_turns()
+        for holding in self._holding:
+            if holding.complete_since is None:
+                holding.complete_since = now
+        while (fetch := self._next_to_end(now)) is not None:
+            self._end_turn(fetch)
+            self._begin_turns()
 
     def _begin_turns(self) -> None:
         while (fetch := self._next_turn()) is not None:
@@ -330,16 +330,18 @@ class StorageReads:
         fetch.read_pages_of_snapshot()
         fetch.settle()
 
-    def _must_end(self, fetch: Fetch, now: float) -> bool:
-        """Whether a request that has everything, but has not started for long, must leave its turn to one that waits.
+    def _next_to_end(self, now: float) -> Fetch | None:
+        """Return a request that has everything, but has not started for long: it must leave its turn to one that waits.
 
-        A batch must do so at once for one that is none.
+        A batch must do so at once for one that is none. O(lookups), as this is asked in every step.
         """
-        waiting = [other for other in self._fetches if other.awaits_room]
-        if fetch.is_batch and not all(other.is_batch for other in waiting):
-            return True
-        since = fetch.complete_since
-        return len(waiting) > 0 and (since is None or now - since >= LONGEST_HOLD_S)
+        waiting = [other.is_batch for other in self._fetches if other.awaits_room] if self._holding else []
+        are_batches = all(waiting)
+        for fetch in self._holding if waiting else ():
+            since = fetch.complete_since
+            if (fetch.is_batch and not are_batches) or since is None or now - since >= LONGEST_HOLD_S:
+                return fetch
+        return None
 
     def _hold(self, fetch: Fetch) -> int:
         """Hold what the host has of a lookup's prompt up to where it has arrived; return the number of its pages."""

@@ -14,7 +14,7 @@ from common.types import RequestId, Subject
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.sharing.merging import compress_chains
 from services.scheduler.cache.tiers.ledger import Patience
-from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S
+from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S, Fetch
 from tests.services.scheduler.core.harness import make_request, with_options
 from tests.services.scheduler.core.test_storage import PROMPT, WAIT
 from tests.services.scheduler.core.test_stored_snapshots import DEPTHS, PAGE_SIZE, copies_of, hybrid
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from services.scheduler.cache.tiers.host_tier import HostTier
-    from services.scheduler.cache.tiers.storage_reads import Fetch
     from tests.fakes.storing_worker import Objects
     from tests.services.scheduler.core.test_storage import Server
 
@@ -245,6 +244,34 @@ def test_no_more_turns_end_than_one_that_waits_has_need_of(keyring: Path) -> Non
     advance(server)
     assert [fetch.turn is None for fetch in lookups] == [True, False, False]
     assert other.turn is not None
+    server.finish()
+
+
+def test_turns_that_are_held_are_compared_with_lookups_that_wait_once(
+    keyring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not each with all of them, as there may be hundreds of the former and thousands of the latter."""
+    short = PROMPT[:13]
+    users = ("alice", "bob", "eve")
+    server = with_no_row(keyring, *((user, short) for user in users), ("dora", PROMPT[:17]))
+    reads = server.storage._reads
+    looks: list[int] = []
+    awaits_room = Fetch.awaits_room.fget  # type: ignore[attr-defined]  # it is a property
+
+    def looked_at(fetch: Fetch) -> bool:
+        looks.append(fetch.number)
+        return bool(awaits_room(fetch))
+
+    monkeypatch.setattr(Fetch, "awaits_room", property(looked_at))
+    for user in users:
+        submitted(server, user, short)
+    advance(server)
+    waiting = submitted(server, "dora", PROMPT[:17])
+    advance(server)
+    assert (len(reads._holding), waiting.awaits_turn) == (3, True)
+    looks.clear()
+    assert not reads.has_work(server.harness.now)
+    assert looks == [waiting.number]
     server.finish()
 
 
