@@ -57,6 +57,14 @@ class HostHold:
 
     node: Node | None
 
+    @property
+    def pages(self) -> int:
+        """The number of pages that it keeps. O(nodes on the path)."""
+        pages, at = 0, self.node
+        while at is not None and at.parent is not None:
+            pages, at = pages + at.size, at.parent
+        return pages
+
 
 class HostPages:
     """Owns the host's page allocator and the `host_pages` and `host_ref` of nodes.

@@ -40,10 +40,13 @@ class ReadTurns:
         return len(self._turns)
 
     def has_room(self, pages: int) -> bool:
-        """Whether one more turn, of so many pages, can begin; that of a single one is limited by the host alone."""
+        """Whether one more turn, of so many pages, can begin; that of a single one is limited by the host alone.
+
+        Of a turn that holds more than it is for, as nodes were joined, all that it holds counts.
+        """
         if not self._turns:
             return True
-        taken = sum(turn.pages for turn in self._turns)
+        taken = sum(max(turn.pages, 0 if turn.hold is None else turn.hold.pages) for turn in self._turns)
         return (
             2 * (taken + pages) <= self._host.allocator.capacity
             and 2 * (len(self._turns) + 1) <= self._snapshots.capacity

@@ -344,17 +344,24 @@ class StorageReads:
         return None
 
     def _hold(self, fetch: Fetch) -> int:
-        """Hold what the host has of a lookup's prompt up to where it has arrived; return the number of its pages."""
+        """Hold what the host has of a lookup's prompt up to where it has arrived, but no more than the turn is for.
+
+        Return the number of pages up to which the lookup has arrived.
+        """
+        position = fetch.prefetch.position
         if fetch.turn is None:
-            return fetch.prefetch.position
+            return position
         assert self._turns is not None, "it has begun the turn"
-        tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
-        match = tree.match(tree.root, viewer, fetch.key, 0, fetch.prefetch.position, Reach.HOST)
+        tree, viewer, wanted = self._store.tree, self._store.accounts.view(fetch.scope), min(position, fetch.turn.pages)
+        match = tree.match(tree.root, viewer, fetch.key, 0, wanted, Reach.HOST)
         end: Node | None = match.partial or match.node
         while end is not None and end.host_pages is None:
             end = end.parent
+        # A longer prompt may go on after it. A soft-free node is held whole, as only used ones are cut, and counts so.
+        if end is not None and end is match.partial and not end.is_soft_free:
+            end = self._store.split(end, match.partial_pages)
         self._turns.hold(fetch.turn, end)
-        return match.pages
+        return match.pages if match.pages < wanted else position
 
     def _refuse(self, fetch: Fetch) -> None:
         """Let a lookup without room on the host wait for some if transfers take it up, or turns; otherwise give up.

@@ -17,7 +17,7 @@ from services.scheduler.cache.tiers.ledger import Patience
 from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S, Fetch
 from tests.services.scheduler.core.harness import make_request, with_options
 from tests.services.scheduler.core.test_storage import PROMPT, WAIT
-from tests.services.scheduler.core.test_stored_snapshots import DEPTHS, PAGE_SIZE, copies_of, hybrid
+from tests.services.scheduler.core.test_stored_snapshots import DEPTHS, INTERVAL, PAGE_SIZE, copies_of, hybrid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -245,6 +245,55 @@ def test_no_more_turns_end_than_one_that_waits_has_need_of(keyring: Path) -> Non
     assert [fetch.turn is None for fetch in lookups] == [True, False, False]
     assert other.turn is not None
     server.finish()
+
+
+def shares_a_beginning(keyring: Path) -> tuple[Server, list[int], list[int]]:
+    """Return a server whose one row is taken, and prompts of two users, which are stored.
+
+    Of the first one, the host has the pages as the beginning of a longer prompt, and no snapshot.
+    """
+    objects: Objects = {}
+    longer, other = [*PROMPT, *range(200, 224)], PROMPT[:29]
+    hybrid(keyring, objects).serve("bob", other, user="bob")
+    server = hybrid(keyring, objects, host_pages=20, max_rows=1)
+    server.serve("longer", longer)
+    server.cache.evict(server.harness.config.device_pages)
+    for node, _ in server.cache.store.tree.walk():
+        assert node.host_pages is not None
+        copies_of(server).host.forget(node.host_pages)
+    server.harness.core.submit(make_request("long", [1, 2, 3], user="carol", max_tokens=100), 0.0)
+    advance(server, 2)
+    return server, longer[: INTERVAL * PAGE_SIZE + 1], other
+
+
+def test_a_turn_holds_nothing_of_a_longer_prompt_but_what_it_is_for(keyring: Path) -> None:
+    server, beginning, other = shares_a_beginning(keyring)
+    first = submitted(server, "alice", beginning)
+    advance(server)
+    assert first.turn is not None
+    assert sum(node.size for node in host_of(server).pages.held_nodes()) == first.turn.pages == INTERVAL
+    second = submitted(server, "bob", other)
+    advance(server)
+    assert second.turn is not None
+    server.finish()
+    assert (server.harness.cached["alice", 0], server.harness.cached["bob", 0]) == (len(beginning) - 1, len(other) - 1)
+
+
+def test_what_a_turn_holds_as_nodes_were_joined_leaves_no_room_to_others(keyring: Path) -> None:
+    server, beginning, other = shares_a_beginning(keyring)
+    first = submitted(server, "alice", beginning)
+    advance(server)
+    compress_chains(server.cache.store)
+    assert violations(server.cache) == []
+    assert first.turn is not None
+    assert first.turn.hold is not None
+    assert first.turn.hold.pages > INTERVAL
+    second = submitted(server, "bob", other)
+    advance(server)
+    assert second.awaits_turn
+    server.harness.core.abort(RequestId("alice"))
+    server.finish()
+    assert server.harness.cached["bob", 0] == len(other) - 1
 
 
 def test_turns_that_are_held_are_compared_with_lookups_that_wait_once(
