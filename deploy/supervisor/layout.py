@@ -446,8 +446,9 @@ def free_port(host: str) -> int:
 
 def _reserve(port: int) -> bool:
     """Reserve a port until this process ends; return False if it is reserved. Without a directory, none ever is."""
-    directory = Path(tempfile.gettempdir()) / f"pando-ports-{os.getuid()}"
     try:
+        # Where no directory can be written to, there is none for temporary files either.
+        directory = Path(tempfile.gettempdir()) / f"pando-ports-{os.getuid()}"
         make_private(directory)
         # It is not released: the kernel does that when the process ends.
         return FileLock(directory / str(port)).try_acquire()

@@ -178,6 +178,19 @@ def test_without_a_directory_of_ones_own_ports_are_free_but_not_reserved(
     check_port("127.0.0.1", free_port("127.0.0.1"))
 
 
+def test_without_any_directory_for_temporary_files_ports_are_free_but_not_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose file system is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    (tmp_path / "range").write_text("30000 60999", encoding="ascii")
+    monkeypatch.setattr(layout_module, "_EPHEMERAL_PORTS", tmp_path / "range")
+    with pytest.raises(FileNotFoundError):
+        tempfile.gettempdir()
+    check_port("127.0.0.1", free_port("127.0.0.1"))
+
+
 def test_an_unknown_service_is_reported_with_the_known_ones() -> None:
     with pytest.raises(KeyError, match="tokenizer"):
         plan_layout(Settings(), RUN).find("worker-7")
