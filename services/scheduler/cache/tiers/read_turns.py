@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.state_snapshots import SnapshotEntry, StateSnapshots
     from services.scheduler.cache.tiers.host_pages import HostHold, HostPages
+    from services.scheduler.cache.types import Scope
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -81,3 +84,31 @@ class ReadTurns:
         """Return inconsistencies, for audits."""
         snapshots = [turn.snapshot for turn in self._turns if turn.snapshot is not None]
         return [] if all(entry.readers for entry in snapshots) else ["a snapshot of a turn can be evicted"]
+
+
+class TurnOrder:
+    """Whose turn is next: lookups are numbered as they begin, and the lowest place comes first.
+
+    Those of a tenant, and in it those of a subject, count as begun after its last turn. So a flood of lookups, of
+    whatever names, leaves the next turn to other tenants, and one of a single subject to others of its tenant.
+    """
+
+    def __init__(self) -> None:
+        """Start without any turn."""
+        # The number of the first lookup after the last turn of each tenant and subject that has more lookups.
+        self._last: dict[Scope, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of tenants and subjects that are remembered."""
+        return len(self._last)
+
+    def place(self, scope: Scope, number: int, *, is_batch: bool) -> tuple[bool, int, int]:
+        """Return the place of the lookup with this number, of a view; those of batches come last."""
+        last = self._last
+        return is_batch, max(number, last.get(scope[:1], 0)), max(number, last.get(scope[:2], 0))
+
+    def note(self, scope: Scope, following: int, present: Iterable[Scope]) -> None:
+        """Note that a view's turn begins before the lookup `following`; those of `present` views have begun."""
+        kept = {owner for view in present for owner in (view[:1], view[:2])}
+        self._last = {owner: last for owner, last in self._last.items() if owner in kept}
+        self._last[scope[:1]] = self._last[scope[:2]] = following

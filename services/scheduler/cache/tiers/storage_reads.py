@@ -17,7 +17,7 @@ from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
 from services.scheduler.cache.tiers.copies import weight_of
 from services.scheduler.cache.tiers.ledger import Patience
-from services.scheduler.cache.tiers.read_turns import ReadTurns
+from services.scheduler.cache.tiers.read_turns import ReadTurns, TurnOrder
 from services.scheduler.cache.tiers.stored_states import StateSearch, Step
 from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import PUBLIC_SCOPE
@@ -148,8 +148,7 @@ class StorageReads:
         self._rate = RateLimit(config.pages_per_s)
         self._begun = 0
         self._fetches: dict[Fetch, None] = {}
-        # The number of the first lookup after the last turn of each subject that has more lookups.
-        self._last_turns: dict[Scope, int] = {}
+        self._order = TurnOrder()
         # Complete ones that hold what they have brought.
         self._holding: dict[Fetch, None] = {}
         self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
@@ -300,17 +299,16 @@ class StorageReads:
             self._begin_turn(fetch)
 
     def _next_turn(self) -> Fetch | None:
-        """Return the lookup whose turn is next if it can begin: the oldest one, and batches last.
+        """Return the lookup whose turn is next, by `TurnOrder`, if it can begin.
 
-        The lookups of a subject count as begun after its last turn, so that those with many leave turns to others.
         Those that found more, or whose first page has no room, must not wait for ever for those that found less, so
         none begins before the next one, or before an older one of them.
         """
         waiting = [fetch for fetch in self._fetches if fetch.awaits_turn]
         if not waiting or self._turns is None:
             return None
-        last = self._last_turns
-        following = min(waiting, key=lambda fetch: (fetch.is_batch, max(fetch.number, last.get(fetch.scope[:2], 0))))
+        place = self._order.place
+        following = min(waiting, key=lambda fetch: place(fetch.scope, fetch.number, is_batch=fetch.is_batch))
         is_older = all(following.number < fetch.number for fetch in self._fetches if fetch.waits_before_turns)
         return following if is_older and self._turns.has_room(_depth(following)) else None
 
@@ -322,9 +320,7 @@ class StorageReads:
             self._give_up(fetch)
             return
         fetch.turn = self._turns.begin(depth)
-        present = {other.scope[:2] for other in self._fetches}
-        self._last_turns = {name: last for name, last in self._last_turns.items() if name in present}
-        self._last_turns[fetch.scope[:2]] = self._begun + 1
+        self._order.note(fetch.scope, self._begun + 1, (other.scope for other in self._fetches))
         # What was there, or has arrived, may have been evicted.
         fetch.prefetch.rewind(self._hold(fetch))
         fetch.read_pages_of_snapshot()
