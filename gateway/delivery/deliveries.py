@@ -203,8 +203,14 @@ class StreamDelivery:
         if self._numbers is not None and answer.is_complete:
             ending = self._numbers.number(ending)
         if not has_begun:
-            await send(STREAM_START)
+            await self._begin(answer, send)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _begin(self, answer: Answer, send: Send) -> None:
+        """Begin a stream of an ending alone, as `_is_status_known` has seen no updates."""
+        if self._numbers is not None:
+            self._numbers.check(answer)
+        await send(STREAM_START)
 
     def _is_status_known(self, answer: Answer, updates: Sequence[ChoiceUpdate] | None) -> bool:
         """Whether the stream can begin; not before the events that the client has received are known.

@@ -117,6 +117,14 @@ async def test_an_event_of_other_portions_is_unknown(*, is_complete: bool) -> No
     assert await ids(Told(PAIRS, is_complete=is_complete), ReceivedEvent(1)) == pairs[2:]
 
 
+async def test_an_event_of_an_answer_that_ended_without_any_output_is_unknown() -> None:
+    """As if another gateway has generated it again, or it was cancelled, before anything was recorded."""
+    with pytest.raises(UnknownEventError, match="as it was sent"):
+        await ids(Told(is_complete=True), event_of((await ids(Told(ONES)))[1]))
+    (ending,) = await ids(Told(is_complete=True))
+    assert await ids(Told(is_complete=True), event_of(ending)) == []
+
+
 async def test_nothing_is_sent_before_the_clients_last_event_is_known() -> None:
     ones = await ids(Told(ONES))
     with pytest.raises(UnknownEventError, match="has not been sent"):
