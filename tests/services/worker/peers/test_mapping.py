@@ -319,6 +319,7 @@ async def test_a_call_that_breaks_is_replaced_for_the_next_read(bench: Bench) ->
 
 
 async def test_a_reader_that_goes_away_during_a_copy_holds_the_pages_for_a_while(bench: Bench) -> None:
+    bench.leases.waits = IMPATIENT
     fetching = await bench.fetch_slowly(ORDER)
     closing = asyncio.create_task(bench.reader.close())
     await asyncio.sleep(0.05)
