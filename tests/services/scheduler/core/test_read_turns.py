@@ -408,7 +408,7 @@ def test_a_first_page_without_room_waits_for_the_turns_of_others_and_no_longer(k
     assert (first.is_done, found.awaits_turn, refused.waits_before_turns) == (True, True, True)
     match ends:
         case "start":
-            # It is in nobody's way that the turns of others end by themselves.
+            # The turns of others may end by themselves meanwhile.
             server.harness.now += LONGEST_HOLD_S
             core.abort(RequestId("bob"))
             host.pages.allocator.release(taken)

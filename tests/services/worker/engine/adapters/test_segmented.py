@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,12 +44,13 @@ SITE = Site(tuple(SitePart(name, slice(None)) for name in ("q", "k", "v")))
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's kernels do not compute in float32")
 
 
+def draw(generator: torch.Generator, device: torch.device, divisor: int, *shape: int) -> torch.Tensor:
+    return (torch.randn(shape, generator=generator) / divisor).to(device, torch.float16)
+
+
 def random_adapter(rank: int, changed: tuple[bool, bool, bool], device: torch.device, seed: int) -> AdapterWeights:
     generator = torch.Generator().manual_seed(seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) / 8).to(device, torch.float16)
-
+    drawn = partial(draw, generator, device, 8)
     parts, first, ranks = [], 0, 0
     for index, height in enumerate(HEIGHTS):
         if changed[index]:
@@ -97,10 +99,7 @@ def test_wide_inputs_are_shrunk_in_shares(tokens: int, device: torch.device) -> 
     slots, width, heights, rank = 5, 2100, (160, 40), 40
     site = Site(tuple(SitePart(name, slice(None)) for name in ("gate", "up")))
     generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) / 8).to(device, torch.float16)
-
+    drawn = partial(draw, generator, device, 8)
     both = GroupedAdapters(slots), SegmentedAdapters(slots, device)
     for adapters in both:
         adapters.sites.append(site)
@@ -135,10 +134,7 @@ def test_halves_get_their_sums_before_they_are_gated(
     hidden, height, rank = 96, 77, 6
     site = Site(tuple(SitePart(name, slice(None)) for name in ("gate", "up")))
     generator = torch.Generator().manual_seed(tokens)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) / 4).to(device, torch.float16)
-
+    drawn = partial(draw, generator, device, 4)
     product = GpuGatedLinear(drawn(2 * height, hidden), None, Activation.SILU)
     grouped, segmented = GroupedAdapters(SLOTS), SegmentedAdapters(SLOTS, device)
     for adapters in (grouped, segmented):
@@ -171,10 +167,7 @@ def test_each_token_can_have_an_adapter_of_its_own(device: torch.device) -> None
     assert tokens > 4 * adapter_products._INTERPRETED_MULTIPROCESSORS
     site = Site((SitePart("out", slice(None)),))
     generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) / 4).to(device, torch.float16)
-
+    drawn = partial(draw, generator, device, 4)
     both = GroupedAdapters(tokens), SegmentedAdapters(tokens, device)
     for adapters in both:
         adapters.sites.append(site)
