@@ -200,6 +200,8 @@ class StepPlan:
     drafts: tuple[Draft, ...] = ()
     # All rows are of batches, and a later plan without this closes all of them: the passes may be abandoned for it.
     can_abandon: bool = False
+    # Open rows decode, and nothing else: the passes that have not begun are left out for a later plan with prompts.
+    can_shorten: bool = False
     # The decoding rows that take part in the passes.
     micro_batch: MicroBatch = ALL_ROWS
     # Outputs of the vision encoder that the worker keeps no longer. Rows that were opened with them do not lose them.
@@ -258,7 +260,8 @@ class StepResult:
     # Tokens that were appended after these by jump-forward; the tokens of a row are adjacent, in order.
     forced_rows: TokenIds = field(default_factory=lambda: NO_IDS)
     forced_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
-    # The pass and those after it were abandoned (`StepPlan.can_abandon`): no row has advanced.
+    # The pass and those after it were abandoned (`StepPlan.can_abandon`), or left out (`StepPlan.can_shorten`): no row
+    # has advanced in them.
     abandoned: bool = False
 
 
@@ -424,7 +427,7 @@ class EngineCapacity:
     jumps_forward: bool = False
     # Whether the rank verifies drafts.
     verifies_drafts: bool = False
-    # Whether the rank abandons passes of plans with `can_abandon`.
+    # Whether the rank abandons passes of plans with `can_abandon`, and leaves out those of plans with `can_shorten`.
     abandons_passes: bool = False
     # Outputs of the classification head that the model has; rows have this pooling.
     head: Pooling | None = None

@@ -511,7 +511,7 @@ class SchedulerLoop:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
         if self.core is None or self._group is None:
             return
-        if self.can_serve and (self._has_room(self.core) or self.core.overtakes):
+        if self.can_serve and (self._has_room(self.core) or self.core.can_overtake):
             started = time.thread_time()
             encodings = self.core.memory.images.encodings
             encodings.room = self.encoders.room if self.encoders else 0

@@ -36,8 +36,9 @@ class ExecuteSession:
         """Start empty; `dispatch` hands a plan to the engine's thread."""
         # Once true, nothing more is computed for this session.
         self.is_ended = False
-        # The newest plan that came and may not be abandoned; the engine's thread reads it.
+        # The newest plan that may not be abandoned, and the newest with prompts; the engine's thread reads both.
         self._last_urgent = StepId(0)
+        self._last_prompts = StepId(0)
         self._dispatch = dispatch
         self._credits = asyncio.Semaphore(MAX_OPEN_PLANS)
         self._open_plans = 0
@@ -55,12 +56,15 @@ class ExecuteSession:
         if not self.is_ended:
             if not plan.can_abandon:
                 self._last_urgent = plan.step_id
+            if plan.prefills:
+                self._last_prompts = plan.step_id
             self._open_plans += 1
             self._dispatch(self, plan)
 
     def is_overtaken(self, plan: StepPlan) -> bool:
-        """Whether a plan waits that came after `plan` and may not be abandoned; any thread may ask."""
-        return self._last_urgent > plan.step_id
+        """Whether a later plan waits for which passes of `plan` are abandoned or left out; any thread may ask."""
+        newest = self._last_urgent if plan.can_abandon else self._last_prompts
+        return newest > plan.step_id
 
     def finish_input(self) -> None:
         """Say that no more plans come; results end with those of the last plan."""

@@ -179,6 +179,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         ),
         adapters=tuple(AdapterLoad(AdapterSlot(load.slot), load.digest) for load in message.adapter_loads),
         can_abandon=message.can_abandon,
+        can_shorten=message.can_shorten,
         micro_batch=MicroBatch(message.micro_batch, message.micro_batches or 1),
         dropped_outputs=tuple(map(EncoderOutputId, message.dropped_outputs)),
     )

@@ -24,7 +24,7 @@ from common.types import FinishReason, Pooling, RowSlot
 from tests.fakes.simulated_encoder import SimulatedEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 VOCABULARY = 1000
 
@@ -140,15 +140,21 @@ class SimulatedWorker:
     image_block: int = 0
 
     def run(self, plan: StepPlan) -> list[StepResult]:
+        return list(self.run_lazily(plan))
+
+    def run_lazily(self, plan: StepPlan, is_overtaken: Callable[[], bool] = lambda: False) -> Iterator[StepResult]:
+        """Run a plan, each pass when its results are asked for; leave passes out as soon as it is overtaken."""
         assert plan.step_id > self.last_step, "step ids increase"
         assert plan.steps >= 1
         self.last_step = plan.step_id
         self._keep_books(plan)
         for transfer in plan.transfers:
             self._begin(transfer)
-        results: list[StepResult] = []
         members = range(plan.micro_batch.index, 1 << 20, plan.micro_batch.count)
         for substep in range(plan.steps):
+            if plan.can_shorten and is_overtaken():
+                yield StepResult(plan.step_id, substep, last=True, abandoned=True)
+                return
             sampled = self._prefill(plan) if substep == 0 else {}
             tokens = sum(chunk.length for chunk in plan.prefills) if substep == 0 else 0
             drafts = {int(draft.row): draft.token_ids.tolist() for draft in plan.drafts}
@@ -162,9 +168,8 @@ class SimulatedWorker:
             assert self.max_step_tokens is None or tokens <= self.max_step_tokens, "too much for a pass"
             embeddings, self.embeddings = self.embeddings, {}
             scores, self.scores = self.scores, []
-            results.extend(
-                StepResult(plan.step_id, substep, last=False, prompt_logprobs=(one,), partial=True) for one in scores
-            )
+            for one in scores:
+                yield StepResult(plan.step_id, substep, last=False, prompt_logprobs=(one,), partial=True)
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
             self._save(plan)
             accepted, accepted_stops = self._accept(drafts)
@@ -172,23 +177,20 @@ class SimulatedWorker:
             forced, forced_stops = self._jump(plan, substep, list(sampled))
             stops += forced_stops
             stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
-            results.append(
-                StepResult(
-                    step_id=plan.step_id,
-                    substep=substep,
-                    last=substep == plan.steps - 1,
-                    rows=np.array(list(sampled), np.int32),
-                    token_ids=np.array(list(sampled.values()), np.int32),
-                    stops=tuple(stops),
-                    compute_us=self.compute_us,
-                    embeddings=tuple((RowSlot(number), embedding) for number, embedding in embeddings.items()),
-                    accepted_rows=np.array([row for row, _ in accepted], np.int32),
-                    accepted_token_ids=np.array([token for _, token in accepted], np.int32),
-                    forced_rows=np.array([row for row, _ in forced], np.int32),
-                    forced_token_ids=np.array([token for _, token in forced], np.int32),
-                )
+            yield StepResult(
+                step_id=plan.step_id,
+                substep=substep,
+                last=substep == plan.steps - 1,
+                rows=np.array(list(sampled), np.int32),
+                token_ids=np.array(list(sampled.values()), np.int32),
+                stops=tuple(stops),
+                compute_us=self.compute_us,
+                embeddings=tuple((RowSlot(number), embedding) for number, embedding in embeddings.items()),
+                accepted_rows=np.array([row for row, _ in accepted], np.int32),
+                accepted_token_ids=np.array([token for _, token in accepted], np.int32),
+                forced_rows=np.array([row for row, _ in forced], np.int32),
+                forced_token_ids=np.array([token for _, token in forced], np.int32),
             )
-        return results
 
     def _verify(self, row: _Row, draft: list[int]) -> int:
         """Write KV of a row's ids and its draft; return the token after its ids."""

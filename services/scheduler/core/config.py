@@ -51,7 +51,8 @@ class CoreConfig:
     mixed_step_tokens: int | None = None
     # Seconds after the last interactive sequence in which those of batches do not run.
     batch_pause_s: float = 0.0
-    # Whether the workers abandon passes of batches when other sequences come.
+    # Whether the workers abandon passes of batches when other sequences come, and leave out passes that decode when
+    # prompts come.
     abandons_passes: bool = False
     # Costs of loading from the host and of recomputing, calibrated at start-up; 0: not measured.
     kv_bytes_per_token: int = 0

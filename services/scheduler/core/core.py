@@ -109,8 +109,10 @@ class SchedulerCore:
         self.memory = KvMemory(allocator, cache, costs, times, vision=config.vision, has_pages=not config.is_encoder)
         # In bytes of pixels.
         self._image_room = SharedRoom(config.vision.open_bytes, "open with images", RETRY_AFTER_MS)
-        # Plans in flight, oldest first: whether the workers abandon them when an interactive sequence comes.
-        self._in_flight: deque[bool] = deque()
+        # Plans in flight, oldest first.
+        self._in_flight: deque[StepPlan] = deque()
+        # A sequence has come since the last plan.
+        self._has_arrival = False
         # Seconds that the newest plan is expected to take; 0: not known, or it computes no prompts.
         self.expected_s = 0.0
         self.finished_steps = 0
@@ -255,6 +257,7 @@ class SchedulerCore:
             self._by_handle[sequence.handle] = sequence
             self.sessions.begin(sequence)
             self.queue.add(sequence)
+            self._has_arrival = True
             self._output.open(sequence)
             self.milestones.note(MilestoneKind.ARRIVED, sequence)
         self._by_request[request.request_id] = sequences
@@ -417,15 +420,28 @@ class SchedulerCore:
     @property
     def overtakes(self) -> bool:
         """Whether all plans in flight are abandoned for the next one, as an interactive sequence waits."""
-        return bool(self._in_flight) and all(self._in_flight) and self.queue.must_batches_yield
+        abandoned = bool(self._in_flight) and all(plan.can_abandon for plan in self._in_flight)
+        return abandoned and self.queue.must_batches_yield
+
+    @property
+    def can_overtake(self) -> bool:
+        """Whether the next plan need not wait for those in flight: workers abandon them, or leave out what they can.
+
+        The latter is tried once for each arrival, with one plan more than usual, as the sequence may have to wait for
+        something else.
+        """
+        if not self._has_arrival or self.in_flight != self.config.plans_in_flight:
+            return self.overtakes
+        return self.overtakes or (self._in_flight[-1].can_shorten and self._planner.may_start)
 
     def plan(self, now: float, epoch: int) -> StepPlan | None:
         """Return the next plan to send, or None if there is nothing to do now."""
         plan = self._planner.plan(
             now, epoch, self._results.decode_step_s, idle=self.in_flight == 0, overtakes=self.overtakes
         )
+        self._has_arrival = False
         if plan is not None:
-            self._in_flight.append(plan.can_abandon)
+            self._in_flight.append(plan)
             self.expected_s = self._results.expect(plan, encodes=self.memory.images.planned > 0)
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]

@@ -140,7 +140,9 @@ class Planner:
         self._memory.images.begin_plan(delays_rows=len(decoding) > 0)
         guesses = self._draft(decoding, jumped, grants, now) if idle else {}
         drafted = sum(guess.token_ids.size for guess in guesses.values())
-        budget = self._prefill_budget(len(decoding) + jumped + drafted)
+        # Rows planned to their limit decode further if passes before are left out.
+        decoders = int(self._rows.decoding.sum()) if self._shortens else len(decoding)
+        budget = self._prefill_budget(decoders + jumped + drafted)
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
@@ -167,6 +169,7 @@ class Planner:
         step_id = self.next_step
         self._next_step += 1
         self._micro_batch = micro_batch
+        can_abandon = self._config.abandons_passes and 0 < self._rows.running == self._rows.batch_rows
         plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
@@ -181,11 +184,27 @@ class Planner:
             saves=states.take_saves() if states is not None else (),
             adapters=self._tenancy.adapters.take_loads(),
             drafts=self._speculation.sent(step_id, guesses, now),
-            can_abandon=self._config.abandons_passes and 0 < self._rows.running == self._rows.batch_rows,
+            can_abandon=can_abandon,
+            can_shorten=len(decoding) > 0 and not (can_abandon or prefills or guesses) and self._shortens,
             micro_batch=micro_batch,
             dropped_outputs=self._memory.images.outputs.take_dropped(),
         )
         return plan, False
+
+    @property
+    def may_start(self) -> bool:
+        """Whether waiting sequences may start with the next plan, as far as rows and the last plan tell."""
+        return self._may_admit and self._refused is None
+
+    @property
+    def _shortens(self) -> bool:
+        """Whether the workers may leave out passes that decode.
+
+        Window pages are released, and states saved, where rows are expected to be, and rows that jump have no certain
+        place.
+        """
+        has_own_places = self._memory.windows is None and self._memory.states is None and not self._rows.jumping
+        return self._config.abandons_passes and has_own_places
 
     def put_back_all(self) -> None:
         """Return all running sequences to the queue; see `_put_back`."""

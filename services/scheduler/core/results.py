@@ -41,6 +41,9 @@ class _Expected:
     chunks: tuple[PrefillChunk, ...] = ()
     vacated: int | None = None
     encodes: bool = False
+    steps: int = 1
+    # Of a plan that can be shortened: the rows that decode.
+    decoding: NDArray[np.int64] | None = None
 
 
 class ResultHandler:
@@ -80,7 +83,9 @@ class ResultHandler:
 
         Return the seconds that it will take, if it computes prompts without images, and prefill was measured; else 0.
         """
-        self._expected[plan.step_id] = _Expected(plan.prefills, self._rows.vacated, encodes)
+        decoding = self._rows.decoding.nonzero()[0] if plan.can_shorten else None
+        expected = _Expected(plan.prefills, self._rows.vacated, encodes, plan.steps, decoding)
+        self._expected[plan.step_id] = expected
         if encodes or self._load_costs is None:
             return 0.0
         prefill_s = self._load_costs.prefill_s(sum(chunk.length for chunk in plan.prefills))
@@ -101,7 +106,9 @@ class ResultHandler:
         expected = self._recall(result)
         chunks = expected.chunks
         if result.abandoned:
-            # The plan that it was abandoned for has closed its rows.
+            # The plan that it was abandoned for has closed its rows; one that it was shortened for has not.
+            if expected.decoding is not None:
+                self._take_back(expected.decoding, result.step_id)
             self._speculation.saw_result(result)
             return
         failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
@@ -128,6 +135,16 @@ class ResultHandler:
         if result.last:
             self._expected.pop(result.step_id, None)
         return replace(expected, chunks=()) if result.substep else expected
+
+    def _take_back(self, rows: NDArray[np.int64], step_id: StepId) -> None:
+        """Correct how far the rows of a shortened plan are planned: each later plan takes each of them a token further.
+
+        Some may have been at their limit when later plans were made, but the workers decode them until they stop.
+        """
+        table = self._rows
+        rows = rows[table.opened_step[rows] <= step_id]
+        later = sum(each.steps for each in self._expected.values())
+        table.planned[rows] = np.minimum(table.length[rows] - 1 + later, table.limit[rows])
 
     def _current(
         self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], step_id: StepId

@@ -109,7 +109,7 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     """Encode a plan; every rank receives the same message."""
     message = worker_pb2.StepPlan(
         step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps, can_abandon=plan.can_abandon,
-        micro_batch=plan.micro_batch.index, micro_batches=plan.micro_batch.count,
+        can_shorten=plan.can_shorten, micro_batch=plan.micro_batch.index, micro_batches=plan.micro_batch.count,
         dropped_outputs=plan.dropped_outputs,
     )  # fmt: skip
     for opened in plan.opens:

@@ -128,7 +128,7 @@ def test_plans_are_made_at_once_unless_they_are_to_be_held_back() -> None:
 
 async def test_requests_that_arrive_during_a_long_pass_are_in_the_plan_behind_it() -> None:
     time, core = [100.0], MagicMock()
-    core.config.micro_batches, core.config.plans_in_flight, core.overtakes = 1, 2, False
+    core.config.micro_batches, core.config.plans_in_flight, core.can_overtake = 1, 2, False
     core.take_output.return_value = None
     loop = SchedulerLoop(SchedulerSettings(late_planning=True), clock=lambda: time[0])
     group, outlets = MagicMock(), MagicMock(is_connected=True)
@@ -149,6 +149,21 @@ async def test_requests_that_arrive_during_a_long_pass_are_in_the_plan_behind_it
     assert plans_after(0.0, in_flight=0) == 2
     assert plans_after(LONG_S / 2, in_flight=1) == 2
     assert plans_after(LONG_S / 2, in_flight=1) == 3
+
+
+@pytest.mark.parametrize(("can_overtake", "sent"), [(False, 0), (True, 1)])
+async def test_a_plan_that_overtakes_others_is_sent_although_the_pipeline_is_full(
+    *, can_overtake: bool, sent: int
+) -> None:
+    core = MagicMock(in_flight=2, can_overtake=can_overtake, expected_s=0.0)
+    core.config.micro_batches, core.config.plans_in_flight = 1, 2
+    core.take_output.return_value = None
+    loop = SchedulerLoop(SchedulerSettings())
+    group = MagicMock(state=GroupState.READY)
+    loop.connect(group, MagicMock(is_connected=True))
+    loop.core = core
+    loop._turn()
+    assert group.send.call_count == sent
 
 
 @pytest.mark.parametrize(("rate", "decodes", "expected_s"), [(0, False, 0), (500, False, 0.08), (500, True, 0.09)])

@@ -129,6 +129,7 @@ plans = complete(
     saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
     adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
     can_abandon=st.booleans(),
+    can_shorten=st.booleans(),
     micro_batch=complete(MicroBatch, index=COUNT, count=st.integers(1, 16)),
     dropped_outputs=tuples(st.integers(0, 2**64 - 1)),
 )

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from common.steps import StepPlan, StepResult
-from common.types import StepId
+from common.steps import PrefillChunk, StepPlan, StepResult
+from common.types import RowSlot, StepId
 from services.worker.session import MAX_OPEN_PLANS, ExecuteSession
 
 
@@ -70,3 +70,20 @@ async def test_nothing_is_dispatched_after_the_end() -> None:
     await session.submit(plan(1))
     assert dispatched == []
     assert [got async for got in session.results()] == []
+
+
+async def test_a_plan_is_overtaken_by_what_need_not_wait_for_it() -> None:
+    session = ExecuteSession(lambda _session, _plan: None)
+    prompts = (PrefillChunk(RowSlot(0), 0, 8),)
+    abandoned = StepPlan(StepId(2), prefills=prompts, can_abandon=True)
+    shortened = StepPlan(StepId(3), steps=8, can_shorten=True)
+    for given in (plan(1), abandoned, shortened):
+        await session.submit(given)
+    # By a later plan of other rows, and by none without prompts.
+    assert session.is_overtaken(abandoned)
+    assert not session.is_overtaken(shortened)
+    await session.submit(plan(4))
+    assert not session.is_overtaken(shortened)
+    await session.submit(StepPlan(StepId(5), prefills=prompts))
+    assert session.is_overtaken(shortened)
+    assert not session.is_overtaken(StepPlan(StepId(6), steps=8, can_shorten=True))

@@ -1078,7 +1078,9 @@ class WorkerCapacity(_message.Message):
     verifies_drafts: _builtins.bool
     """Whether this rank verifies drafts (speculative decoding)."""
     abandons_passes: _builtins.bool
-    """Whether this rank abandons passes of batches that other requests need not wait for (StepPlan.can_abandon)."""
+    """Whether this rank abandons passes of batches that other requests need not wait for (StepPlan.can_abandon), and leaves
+    out those that a prompt need not wait for (StepPlan.can_shorten).
+    """
     sees_images: _builtins.bool
     """Whether rows may have images: the model's encoder is loaded."""
     kv_identity: _builtins.str
@@ -1244,6 +1246,7 @@ class StepPlan(_message.Message):
     MICRO_BATCH_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     DROPPED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    CAN_SHORTEN_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -1259,6 +1262,10 @@ class StepPlan(_message.Message):
     micro-batches: all of them.
     """
     micro_batches: _builtins.int
+    can_shorten: _builtins.bool
+    """The plan has no prompts, drafts, jumps or saves. Once a later plan with prompts has arrived, the worker leaves out the
+    passes of this plan that have not begun, if its capacity says that it abandons passes.
+    """
     @_builtins.property
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1315,10 +1322,11 @@ class StepPlan(_message.Message):
         micro_batch: _builtins.int = ...,
         micro_batches: _builtins.int = ...,
         dropped_outputs: _abc.Iterable[_builtins.int] | None = ...,
+        can_shorten: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "closes", b"closes", "drafts", b"drafts", "dropped_outputs", b"dropped_outputs", "epoch", b"epoch", "jumps", b"jumps", "micro_batch", b"micro_batch", "micro_batches", b"micro_batches", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "can_shorten", b"can_shorten", "closes", b"closes", "drafts", b"drafts", "dropped_outputs", b"dropped_outputs", "epoch", b"epoch", "jumps", b"jumps", "micro_batch", b"micro_batch", "micro_batches", b"micro_batches", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1903,7 +1911,7 @@ class StepResult(_message.Message):
     out_of_memory: _builtins.bool
     """Set along with error: the rank's memory was exhausted. The group may continue with smaller steps."""
     abandoned: _builtins.bool
-    """The pass, and those of the plan that should follow, were abandoned: no row has got on in them."""
+    """The pass, and those of the plan that should follow, were abandoned or left out: no row has got on in them."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """rows[i] sampled token_ids[i]; each row once."""

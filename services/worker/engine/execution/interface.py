@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # Fraction of the work done in [0, 1], and a readable stage.
 ProgressReport = Callable[[float, str], None]
 Emit = Callable[[StepResult], None]
-# Whether the passes of a plan with `can_abandon` are to be abandoned; other plans do not ask. Any thread may ask.
+# Whether the passes of a plan with `can_abandon` are abandoned, or those of one with `can_shorten` left out. Other
+# plans do not ask. Any thread may ask.
 IsOvertaken = Callable[[], bool]
 # Waits until some passes are over. Any thread may call it.
 AfterPasses = Callable[[], None]
@@ -343,7 +344,8 @@ class Engine(Protocol):
     def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         """Run a plan and emit one result per forward pass, the final one with `last` set.
 
-        Once `is_overtaken`, what is left of a plan with `can_abandon` is abandoned, if the capacity says so.
+        Once `is_overtaken`, what is left of a plan with `can_abandon` is abandoned, and the passes of one with
+        `can_shorten` that have not begun are left out, if the capacity says so.
 
         Results that the device still computes are emitted by the next `execute` or by `settle`.
 

@@ -84,6 +84,9 @@ class SynchronousRunner:
         checkpoint = _checkpoint(is_overtaken) if plan.can_abandon else None
         decoding = self.rows.decoding(plan.micro_batch)
         for substep in range(plan.steps):
+            if plan.can_shorten and is_overtaken():
+                emit(self._abandoned(plan, substep))
+                return
             forward = make_pass(self.rows, decoding, chunks if substep == 0 else NO_CHUNKS)
             computing = self._clock()
             sampled = self._compute(forward, checkpoint)

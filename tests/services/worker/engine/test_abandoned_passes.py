@@ -13,7 +13,7 @@ from common.types import RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
-from tests.services.worker.engine.scenario import chunk, open_row
+from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,3 +111,25 @@ def test_tokens_of_the_passes_before_an_abandoned_one_are_reported(engine: Model
     assert [result.abandoned for result in results] == [False, False, False, True]
     assert tokens(results) == expected[:3]
     assert [result.last for result in results] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("passes", [0, 2])
+def test_passes_that_a_prompt_need_not_wait_for_are_left_out(engine: ModelEngine, passes: int) -> None:
+    expected = tokens(run(engine, PREFILL, Calls()) + run(engine, DECODE, Calls()))
+    engine.reset()
+    results = run(engine, PREFILL, Calls())
+    shortened = replace(DECODE, can_abandon=False, can_shorten=True)
+    results += run(engine, shortened, Calls(passes))
+    assert [(result.substep, result.abandoned, result.last) for result in results[1:]] == [
+        *((number, False, False) for number in range(passes)), (passes, True, True),
+    ]  # fmt: skip
+    # The row gets on beside the prompt, and after it.
+    other = replace(OPENED, row=RowSlot(2), pages=ids([5, 6]))
+    with_prompt = StepPlan(StepId(3), opens=(other,), prefills=(chunk(2, 0, len(PROMPT)),))
+    (beside,) = run(engine, with_prompt, Calls(0))
+    assert tokens_by_row(beside) == {0: expected[passes + 1], 2: expected[0]}
+    calls = Calls()
+    after = run(engine, replace(shortened, step_id=StepId(4)), calls)
+    assert [tokens_by_row(result).get(0) for result in after[: TOKENS - passes - 2]] == expected[passes + 2 :]
+    # Asked before each pass, and not amid one.
+    assert calls.made == len(after)
