@@ -217,6 +217,7 @@ def host_violations(store: NodeStore, host: HostTier) -> list[str]:
     found = [
         *_host_pages(host, nodes),
         *_transfers(host, nodes),
+        *_holds(host),
         *_host_queue(host, nodes),
         *_host_shares(host, nodes),
         *_unplaced(host),
@@ -295,6 +296,23 @@ def _transfers(host: HostTier, nodes: list[Node]) -> Iterator[str]:
 def _unplaced(host: HostTier) -> Iterator[str]:
     if any(node.is_dead for node in host.unplaced()):
         yield "a snapshot waits for a slot on the host with a node that is gone"
+
+
+def _holds(host: HostTier) -> Iterator[str]:
+    """Check what is counted of the paths that are held."""
+    counted: Counter[Node] = Counter()
+    for hold in host.pages.holds():
+        pages, at = 0, hold.node
+        while at is not None and at.parent is not None:
+            counted[at] += 1
+            pages, at = pages + at.size, at.parent
+        if pages != hold.pages:
+            yield f"a hold keeps {pages} pages, counted {hold.pages}"
+    if counted != host.pages.counted_holds():
+        yield "nodes are held by other numbers of holds than counted"
+    held = sum(node.size for node in counted if not node.host_ref)
+    if held != host.pages.held:
+        yield f"{held} pages are held alone, counted {host.pages.held}"
 
 
 def _host_queue(host: HostTier, nodes: list[Node]) -> Iterator[str]:

@@ -11,6 +11,8 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Set
+
     from common.steps import PageIds
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
@@ -53,17 +55,10 @@ class HostEntry:
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostHold:
-    """Keeps the copies of a path on the host, the last of which is that of `node`; None: none of them is left."""
+    """Keeps the `pages` copies of a path on the host, which ends with `node`; None: none of them is left."""
 
     node: Node | None
-
-    @property
-    def pages(self) -> int:
-        """The number of pages that it keeps. O(nodes on the path)."""
-        pages, at = 0, self.node
-        while at is not None and at.parent is not None:
-            pages, at = pages + at.size, at.parent
-        return pages
+    pages: int = 0
 
 
 class HostPages:
@@ -76,29 +71,34 @@ class HostPages:
 
     def __init__(self, store: NodeStore, capacity: int) -> None:
         self.allocator = PageAllocator(capacity)
-        # Sum of all copies' pages, and of those that transfers need.
+        # Sum of all copies' pages, of those that transfers need, and of others that are held.
         self.references = 0
         self.needed = 0
+        self.held = 0
         self._store = store
         self.queue: EvictionQueue[HostEntry] = EvictionQueue(store.config, capacity, store.accounts)
         self._entries: dict[Node, HostEntry] = {}
         self._pages_of: Counter[Account] = Counter()
         self._holds: dict[HostHold, None] = {}
+        # By node on the path of a hold: the number of holds that end in it or below it.
+        self._holds_of: Counter[Node] = Counter()
 
     @property
     def evictable(self) -> int:
         """Pages that `try_allocate` could take from nodes."""
-        return self.references - self.needed - sum(node.size for node in self.held_nodes() if not node.host_ref)
+        return self.references - self.needed - self.held
 
-    def held_nodes(self) -> set[Node]:
-        """Return the nodes whose copies are held. O(nodes on the paths of holds), which are few."""
-        held: set[Node] = set()
-        for hold in self._holds:
-            at = hold.node
-            while at is not None and at.parent is not None and at not in held:
-                held.add(at)
-                at = at.parent
-        return held
+    def held_nodes(self) -> Set[Node]:
+        """Return the nodes whose copies are held."""
+        return self._holds_of.keys()
+
+    def holds(self) -> Iterable[HostHold]:
+        """Return what holds copies; for audits."""
+        return self._holds.keys()
+
+    def counted_holds(self) -> Mapping[Node, int]:
+        """Return the number of holds of each held node; for audits."""
+        return self._holds_of
 
     def pages_of(self, account: Account) -> int:
         """Return the number of an owner's pages."""
@@ -117,7 +117,7 @@ class HostPages:
     def hold(self, node: Node) -> HostHold:
         """Keep the copies of a node and of its ancestors from being evicted until `release`."""
         assert node.host_pages is not None
-        hold = HostHold(node)
+        hold = HostHold(node, self._count_path(node, 1))
         self._holds[hold] = None
         self._discard(node)
         return hold
@@ -126,7 +126,16 @@ class HostPages:
         """Undo `hold`."""
         del self._holds[hold]
         if hold.node is not None:
+            self._count_path(hold.node, -1)
             self.offer(hold.node)
+
+    def rehang(self, node: Node, old: Node) -> None:
+        """Follow a node that has been moved from below `old`, which has the same tokens as its parent now."""
+        count = self._holds_of[node]
+        if count:
+            assert node.parent is not None
+            self._count_path(node.parent, count)
+            self._count_path(old, -count)
 
     def keep(self, node: Node, pages: PageIds) -> None:
         """Set a node's copy to `pages`, with a reference on each."""
@@ -147,7 +156,9 @@ class HostPages:
         assert pages is not None
         assert parent is not None
         self._discard(node)
-        self._move_holds(node, parent if parent.parent is not None else None)
+        if node in self._holds_of:
+            self._move_holds(node, parent if parent.parent is not None else None, -node.size)
+            self._count(node, -self._holds_of[node])
         self._charge(self._entries.pop(node).owner, -len(pages))
         self.references -= len(pages)
         self.needed -= len(pages) if node.host_ref else 0
@@ -160,8 +171,11 @@ class HostPages:
         pages = node.host_pages
         if pages is not None and other.host_pages is None:
             self.keep(other, pages)
-        if other.host_pages is not None:
+        count = self._holds_of[node]
+        if count and other.host_pages is not None:
             self._move_holds(node, other)
+            self._count(node, -count)
+            self._count(other, count)
 
     def add_host_ref(self, node: Node, count: int) -> None:
         """Change the number of transfers that need a node; while it is above 0, no copy of the node can be evicted."""
@@ -173,7 +187,9 @@ class HostPages:
             self._discard(node)
         self._store.use.set_host_ref(node, after)
         if node.host_pages is not None:
-            self.needed += len(node.host_pages) * ((after > 0) - (before > 0))
+            change = len(node.host_pages) * ((after > 0) - (before > 0))
+            self.needed += change
+            self.held -= change if node in self._holds_of else 0
         if not after:
             self._store.offer(node)
             self.offer(node)
@@ -182,14 +198,21 @@ class HostPages:
         """Follow a split; the lower half keeps its position in the eviction order."""
         if node.host_pages is not None:
             self._entries[upper] = HostEntry(upper, self._entries[node].owner)
+            if node in self._holds_of:
+                self._holds_of[upper] = self._holds_of[node]
 
     def absorb(self, node: Node, child: Node) -> None:
         """Follow the joining of `node` with its only child, which has the copies of both now."""
         entry = self._entries.pop(node, None)
         if entry is not None:
             assert not entry.queued, "its child has a copy"
+            if node in self._holds_of:
+                assert node.host_pages is not None
+                own = child.size - len(node.host_pages)
+                self._move_holds(node, child, own)
+                self.held += own if child not in self._holds_of and not child.host_ref else 0
+                self._holds_of[child] = self._holds_of.pop(node)
             node.host_pages = None
-            self._move_holds(node, child)
 
     def hand_over(self, node: Node) -> None:
         """Follow a change of owner."""
@@ -207,7 +230,7 @@ class HostPages:
         entry = self._entries.get(node)
         if entry is None or entry.queued or node.host_ref or node.host_children:
             return
-        if not any(hold.node is node for hold in self._holds):
+        if node not in self._holds_of:
             self.queue.push(entry)
 
     def entry(self, node: Node) -> HostEntry:
@@ -223,13 +246,32 @@ class HostPages:
         if entry is not None:
             self.queue.discard(entry)
 
-    def _move_holds(self, node: Node, heir: Node | None) -> None:
-        """Let the holds of paths to a node end in another one; None: they hold nothing any more."""
+    def _move_holds(self, node: Node, heir: Node | None, change: int = 0) -> None:
+        """Let the holds of paths to a node end in another one, by `change` pages longer; None: nothing is left."""
         for hold in self._holds:
             if hold.node is node:
                 hold.node = heir
+                hold.pages += change
                 if heir is not None:
                     self._discard(heir)
+
+    def _count_path(self, end: Node, count: int) -> int:
+        """Change the number of holds of the path to `end` by `count`; return its pages."""
+        pages, at = 0, end
+        while at.parent is not None:
+            self._count(at, count)
+            pages, at = pages + at.size, at.parent
+        return pages
+
+    def _count(self, node: Node, count: int) -> None:
+        before = self._holds_of[node]
+        after = before + count
+        if after:
+            self._holds_of[node] = after
+        else:
+            del self._holds_of[node]
+        if not node.host_ref:
+            self.held += node.size * ((after > 0) - (before > 0))
 
     def _charge(self, account: Account, pages: int) -> None:
         self._pages_of[account] += pages

@@ -336,6 +336,7 @@ class HostTier:
             self.storage.absorb(node, child)
 
     def rehang(self, node: Node, old: Node) -> None:
+        self.pages.rehang(node, old)
         self.ledger.rehang(node, old)
 
     def take_over(self, node: Node, other: Node) -> None:

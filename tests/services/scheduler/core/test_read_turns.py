@@ -12,6 +12,7 @@ import pytest
 from common.errors import UnavailableError
 from common.types import RequestId, Subject
 from services.scheduler.cache.debug.invariants import violations
+from services.scheduler.cache.node import Node
 from services.scheduler.cache.sharing.merging import compress_chains
 from services.scheduler.cache.tiers.ledger import Patience
 from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S, Fetch
@@ -348,6 +349,28 @@ def test_turns_that_are_held_are_compared_with_lookups_that_wait_once(
     server.finish()
 
 
+def test_the_room_of_the_host_is_known_without_a_look_at_what_turns_hold(
+    keyring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is asked for each page of each lookup, and turns may hold thousands of nodes."""
+    short = PROMPT[:13]
+    server = with_no_row(keyring, ("alice", short), ("bob", short))
+    lookups = [submitted(server, user, short) for user in ("alice", "bob")]
+    advance(server)
+    pages, turns = host_of(server).pages, [fetch.turn for fetch in lookups]
+    assert all(turn is not None and turn.hold is not None and turn.hold.pages == turn.pages == 3 for turn in turns)
+    with monkeypatch.context() as context:
+
+        def looked_at(node: Node) -> int:
+            raise AssertionError(f"node {node.node_id} was looked at")
+
+        context.setattr(Node, "size", property(looked_at))
+        assert pages.evictable == pages.references - 6
+        assert not server.storage.has_work(server.harness.now)
+    server.finish()
+    assert pages.evictable == pages.references > 0
+
+
 def test_turns_of_users_who_have_no_lookups_are_forgotten(keyring: Path) -> None:
     objects: Objects = {}
     users = [f"user{number}" for number in range(6)]
@@ -550,6 +573,12 @@ def test_what_a_turn_holds_follows_the_tree(keyring: Path) -> None:
     assert pages.held_nodes() >= {node, upper}
     hold = pages.hold(upper)
     assert violations(server.cache) == []
+    # As by a transfer: what is needed and held is counted once.
+    evictable, ledger = pages.evictable, host_of(server).ledger
+    for count in (1, -1):
+        ledger.need(node, count)
+        assert pages.evictable == evictable
+    assert violations(server.cache) == []
     compress_chains(store)
     assert hold.node is node
     pages.release(hold)
@@ -577,6 +606,27 @@ def test_what_a_turn_holds_is_held_with_the_node_that_takes_its_place(keyring: P
     host.pages.allocator.release(copy)
     store.tier.take_over(node, other)
     assert first.turn.hold.node is other
+    assert other in host.pages.held_nodes()
+    assert node not in host.pages.held_nodes()
+    assert host.pages.held == first.turn.hold.pages
+
+
+def test_what_is_held_below_a_text_that_becomes_shared_is_held_with_it(keyring: Path) -> None:
+    server = hybrid(keyring, {}, cache="user_aware", host_pages=256, pages=128)
+    for user in ("alice", "bob", "carol"):
+        server.serve(user, [*PROMPT, *range(300, 320)] if user == "bob" else PROMPT, user=user)
+    store, pages = server.cache.store, host_of(server).pages
+    compress_chains(store)
+    owned = [node for node, _ in store.tree.walk() if node.owner_id[1] == "bob"]
+    end = owned[-1]
+    hold = pages.hold(end)
+    assert hold.pages >= 16
+    server.cache.advance(1)
+    assert (end.owner_id[1], store.tree.depth_pages(end)) == ("bob", hold.pages)
+    assert any(node.is_shared for node in pages.held_nodes())
+    assert violations(server.cache) == []
+    pages.release(hold)
+    assert violations(server.cache) == []
 
 
 def test_patience_lasts_for_the_transfers_that_were_open_when_it_began(keyring: Path) -> None:

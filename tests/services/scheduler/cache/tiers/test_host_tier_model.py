@@ -26,6 +26,7 @@ from tests.services.scheduler.cache.driver import PLAIN
 
 if TYPE_CHECKING:
     from common.steps import PageIds
+    from services.scheduler.cache.tiers.host_pages import HostHold
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 PAGE_SIZE = 2
@@ -54,6 +55,7 @@ class HostTierMachine(RuleBasedStateMachine):
         self.hosted: dict[int, Content] = {}
         self.open: dict[int, Transfer] = {}
         self.rows: list[tuple[PrefixLock, list[int], PageIds]] = []
+        self.holds: list[HostHold] = []
 
     @initialize(host_pages=st.integers(1, 30), policy=st.sampled_from(WritePolicy), quota=st.sampled_from([0.2, 1.0]))
     def start(self, host_pages: int, policy: WritePolicy, quota: float) -> None:
@@ -171,6 +173,17 @@ class HostTierMachine(RuleBasedStateMachine):
             node = data.draw(st.sampled_from(shared))
             Demoter(self.cache.store, self.cache.locks, FleetLedger(self.cache.store)).demote(node)
 
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        copied = [node for node, _ in self.cache.store.tree.walk() if node.host_pages is not None]
+        if copied:
+            self.holds.append(self.tier.pages.hold(data.draw(st.sampled_from(copied))))
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        if self.holds:
+            self.tier.pages.release(self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1))))
+
     @rule(really=RARELY)
     def lose_workers(self, really: bool) -> None:
         if really:
@@ -179,6 +192,8 @@ class HostTierMachine(RuleBasedStateMachine):
     def end_all(self) -> None:
         while self.rows:
             self.end()
+        while self.holds:
+            self.tier.pages.release(self.holds.pop())
         self.tier.forget_all()
         self.cache.flush()
         self.open.clear()
