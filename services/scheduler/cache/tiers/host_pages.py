@@ -114,6 +114,15 @@ class HostPages:
             self._evict(victim, count - self.allocator.free_pages)
         return self.allocator.try_allocate(count)
 
+    def has_room(self, count: int, end: Node) -> bool:
+        """Whether `try_allocate` would find `count` pages beside those of the path to `end`. O(nodes on the path)."""
+        room, at = self.allocator.free_pages + self.evictable, end
+        while at.parent is not None and room >= count:
+            is_evictable = at.host_pages is not None and not at.host_ref and at not in self._holds_of
+            room -= at.size if is_evictable else 0
+            at = at.parent
+        return room >= count
+
     def hold(self, node: Node) -> HostHold:
         """Keep the copies of a node and of its ancestors from being evicted until `release`."""
         assert node.host_pages is not None

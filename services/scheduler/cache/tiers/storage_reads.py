@@ -17,6 +17,7 @@ from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
 from services.scheduler.cache.tiers.copies import weight_of
 from services.scheduler.cache.tiers.ledger import Patience
+from services.scheduler.cache.tiers.rate_limit import RateLimit
 from services.scheduler.cache.tiers.read_turns import ReadTurns, TurnOrder
 from services.scheduler.cache.tiers.stored_states import StateSearch, Step
 from services.scheduler.cache.tree import Reach
@@ -69,6 +70,8 @@ class Fetch:
     patience: Patience = field(default_factory=Patience)
     # Whether the host had no room for the next transfer, but may have some later.
     is_refused: bool = False
+    # The node that the last pages that were asked for were to be attached to.
+    above: Node | None = None
 
     @property
     def is_done(self) -> bool:
@@ -157,9 +160,16 @@ class StorageReads:
 
     def has_work(self, now: float) -> bool:
         """Whether there are pages to request that the rate allows, or turns to begin or end."""
-        if self._rate.available(now) >= 1 and any(fetch.is_due for fetch in self._fetches):
+        if self._rate.available(now) >= 1 and any(self._is_due(fetch) for fetch in self._fetches):
             return True
         return self._next_turn() is not None or self._next_to_end(now) is not None
+
+    def _is_due(self, fetch: Fetch) -> bool:
+        """Whether a transfer may begin now, or never: a first page without room waits until turns leave it some."""
+        above = fetch.above
+        if not fetch.is_due or above is None or not (fetch.waits_before_turns and self._turns):
+            return fetch.is_due
+        return above.is_dead or not can_grow(above) or self._host.has_room(1, above)
 
     @property
     def needs_room(self) -> bool:
@@ -452,6 +462,7 @@ class StorageReads:
         if above is None:
             self._give_up(fetch)
             return None
+        fetch.above = above
         # Prevents that making room drops the path that they will be attached to.
         self._ledger.need(above, 1)
         host_pages = self._host.try_allocate(pages)
@@ -572,25 +583,3 @@ class Prefetch:
             untried = [scope for scope in self._scopes if scope not in self._missed]
             self._next += [Run(scope, self.position, 1) for scope in untried[:1]]
         return new
-
-
-class RateLimit:
-    """A limit of units per second, with a burst of one second's worth. Times are seconds of one clock."""
-
-    def __init__(self, per_second: float) -> None:
-        """Allow `per_second` units; 0: unlimited."""
-        self._per_second = per_second
-        self._level = per_second
-        self._updated_at: float | None = None
-
-    def available(self, now: float) -> float:
-        """Return the number of units that may be taken now; changes nothing."""
-        if not self._per_second:
-            return float("inf")
-        since = 0.0 if self._updated_at is None else now - self._updated_at
-        return min(self._level + since * self._per_second, self._per_second)
-
-    def take(self, amount: float, now: float) -> None:
-        """Take units; a debt is paid off over time."""
-        if self._per_second:
-            self._level, self._updated_at = self.available(now) - amount, now

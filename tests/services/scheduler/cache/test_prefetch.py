@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cache.tiers.storage_reads import Prefetch, RateLimit, Run
+from services.scheduler.cache.tiers.rate_limit import RateLimit
+from services.scheduler.cache.tiers.storage_reads import Prefetch, Run
 from services.scheduler.cache.types import PUBLIC_SCOPE
 
 ANN = ("t", "ann")

@@ -478,6 +478,77 @@ def test_later_lookups_get_no_turn_before_a_first_page_without_room(keyring: Pat
     server.finish()
 
 
+def refused_beside_a_turn(keyring: Path) -> tuple[Server, Fetch, PageIds]:
+    """Return a server without room, a lookup of a prompt of which it has three pages, and what takes the room.
+
+    These pages are all that can be evicted, but the others are to be attached to them. The lookup has no turn yet; a
+    request that came before it has one, and has all that it asked for.
+    """
+    server = with_no_row(keyring, ("alice", PROMPT[:13]), ("dora", PROMPT))
+    pages = host_of(server).pages
+    account = server.cache.store.accounts.owner(("tenant", "dora", ""))
+    first = pages.try_allocate(3)
+    assert first is not None
+    key = np.array(PROMPT[:12], np.int32).tobytes()
+    node = server.cache.store.attach_on_host(server.cache.store.tree.root, account, key, first)
+    pages.allocator.release(first)
+    hold = pages.hold(node)
+    in_turn = submitted(server, "alice", PROMPT[:13])
+    advance(server)
+    assert (in_turn.is_done, in_turn.turn is None) == (True, False)
+    taken = filled(host_of(server))
+    pages.release(hold)
+    refused = submitted(server, "dora")
+    assert server.storage.has_work(server.harness.now)
+    server.harness.plan()
+    assert refused.waits_before_turns
+    assert (pages.allocator.free_pages, pages.evictable) == (0, 3)
+    return server, refused, taken
+
+
+def test_a_first_page_without_room_asks_for_no_plan_until_it_has_some(keyring: Path) -> None:
+    server, refused, taken = refused_beside_a_turn(keyring)
+    storage, pages = server.storage, host_of(server).pages
+    assert not storage.has_work(server.harness.now)
+    pages.allocator.release(taken[:1])
+    assert storage.has_work(server.harness.now)
+    advance(server)
+    assert refused.prefetch.position > refused.prefetch.first
+    # The content of its first pages is nowhere.
+    server.harness.core.abort(RequestId("dora"))
+    pages.allocator.release(taken[1:])
+    server.finish()
+
+
+def test_a_first_page_without_room_is_given_up_when_no_turn_is_left(keyring: Path) -> None:
+    server, refused, taken = refused_beside_a_turn(keyring)
+    pages = host_of(server).pages
+    server.harness.core.abort(RequestId("alice"))
+    [beginning] = [node for node, _ in server.cache.store.tree.walk() if node.owner_id[1] == "dora"]
+    hold = pages.hold(beginning)
+    others = pages.try_allocate(3)
+    pages.release(hold)
+    assert others is not None, "what the turn held"
+    assert server.storage.has_work(server.harness.now)
+    advance(server)
+    assert refused.is_done
+    pages.allocator.release(np.concatenate([taken, others]))
+    server.finish()
+
+
+def test_a_first_page_without_room_is_given_up_when_the_pages_before_it_are_gone(keyring: Path) -> None:
+    server, refused, taken = refused_beside_a_turn(keyring)
+    pages = host_of(server).pages
+    assert not server.storage.has_work(server.harness.now)
+    others = pages.try_allocate(3)
+    assert others is not None
+    assert server.storage.has_work(server.harness.now)
+    advance(server)
+    assert refused.is_done
+    pages.allocator.release(np.concatenate([taken, others]))
+    server.finish()
+
+
 @pytest.mark.parametrize("ending", ["abort", "expiry", "failure of all"])
 @pytest.mark.parametrize("user", ["alice", "bob"])
 def test_a_waiting_request_that_ends_leaves_nothing(keyring: Path, ending: str, user: str) -> None:
