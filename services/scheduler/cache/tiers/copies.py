@@ -83,12 +83,15 @@ class Backups:
             if node in nodes:
                 nodes[upper] = None
 
-    def absorb(self, node: Node, child: Node) -> None:
-        """Follow the joining of a node with its only child: both are copied if either is still to be."""
+    def replace(self, node: Node, other: Node) -> None:
+        """Follow a node that is joined with its only child, or merged into an equal one, which is copied in its place.
+
+        Both are copied if either is still to be.
+        """
         for nodes in (self._noted, self._wanted, self._unplaced):
             if node in nodes:
                 del nodes[node]
-                nodes[child] = None
+                nodes[other] = None
 
     def leave(self, leaf: Node) -> None:
         """Follow a leaf's removal, with which its snapshots go."""

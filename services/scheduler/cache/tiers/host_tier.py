@@ -331,7 +331,7 @@ class HostTier:
 
     def absorb(self, node: Node, child: Node) -> None:
         self.pages.absorb(node, child)
-        self._backups.absorb(node, child)
+        self._backups.replace(node, child)
         if self.storage is not None:
             self.storage.absorb(node, child)
 
@@ -341,6 +341,7 @@ class HostTier:
 
     def take_over(self, node: Node, other: Node) -> None:
         self.ledger.follow(node, other)
+        self._backups.replace(node, other)
         if self.states is not None:
             self.states.take_over(node, other)
         self.pages.hand_on(node, other)

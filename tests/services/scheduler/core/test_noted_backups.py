@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 WHOLE_PAGES, SNAPSHOTS = 12, 3
 
 
-def with_a_node() -> tuple[Harness, HostTier, Node]:
+def with_a_node(**options: object) -> tuple[Harness, HostTier, Node]:
     """Return a harness with a node of twelve pages, which is on the host with its snapshots."""
-    harness = make_harness()
+    harness = make_harness(**options)
     serve(harness, "cold", PROMPT[: 4 * WHOLE_PAGES + 1], max_tokens=1)
     assert isinstance(harness.cache, RadixCache)
     host = harness.cache.host
@@ -193,6 +193,31 @@ def test_a_snapshot_without_a_slot_is_copied_after_its_node_was_joined() -> None
     assert host.unplaced() == {node}
     host_states(harness).host.cancel(slots.pop())
     assert copied(host) == (0, 1)
+
+
+def test_a_snapshot_without_a_slot_is_copied_after_its_node_was_merged() -> None:
+    harness = make_harness(cache="user_aware", pages=128, snapshots=60, host_snapshots=60)
+    users, prompt = ("alice", "bob", "carol"), PROMPT[: 4 * WHOLE_PAGES + 1]
+    serve(harness, users[0], prompt, max_tokens=1, user=users[0])
+    slots = taken_slots(harness)
+    for user in users[1:]:
+        serve(harness, user, prompt, max_tokens=1, user=user)
+    assert isinstance(harness.cache, RadixCache)
+    host, store = harness.cache.host, harness.cache.store
+    assert host is not None
+    assert {node.owner_id[1] for node in host.unplaced()} == {"bob", "carol"}
+    harness.cache.advance(1)
+    [node] = [node for node, _ in store.tree.walk()]
+    assert node.is_shared
+    assert host.unplaced() == {node}
+    for slot in slots:
+        host_states(harness).host.cancel(slot)
+    harness.run()
+    harness.audit()
+    assert node.host_pages is not None
+    deepest = [entry for index, entry in host_states(harness).host.on(node.host_pages) if index + 1 == WHOLE_PAGES]
+    assert {entry.owner.scope[1] for entry in deepest} == set(users)
+    assert not host.unplaced()
 
 
 @pytest.mark.parametrize("gone", ["snapshot", "node", "copy", "workers"])
