@@ -237,6 +237,9 @@ class StateCopies:
         return found
 
     def _has_copy(self, node: Node, index: int, entry: SnapshotEntry) -> bool:
+        """Return whether the host has a copy of a snapshot, or one is being made."""
+        if any(copy.source is entry for copy in self._by_node.get(node, ())):
+            return True
         return node.host_pages is not None and self.host.at(int(node.host_pages[index]), entry.owner.scope) is not None
 
     def _path(self, match: PrefixMatch) -> list[tuple[Node, int]]:

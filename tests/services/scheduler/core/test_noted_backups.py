@@ -220,6 +220,31 @@ def test_a_snapshot_without_a_slot_is_copied_after_its_node_was_merged() -> None
     assert not host.unplaced()
 
 
+def test_a_snapshot_that_is_being_copied_is_not_copied_again() -> None:
+    harness, host, node = with_a_node(snapshots=40)
+    lose(harness, host, pages=False)
+    ask_for(host, node, "use")
+    [opened] = host.plan_backups()
+    assert len(opened.host_snapshots) == SNAPSHOTS
+    # As when the device is given back meanwhile.
+    ask_for(host, node, "giving back")
+    assert not host.has_backups_to_begin
+    assert copied(host) == (0, 0)
+    # Nor with another one of the node, which was not there before.
+    assert isinstance(harness.cache, RadixCache)
+    pool = harness.cache.snapshots
+    assert pool is not None
+    slot = pool.try_allocate()
+    assert slot is not None
+    pool.attach(int(node.pages[0]), node.owner_id, slot)
+    ask_for(host, node, "use")
+    assert copied(host) == (0, 1)
+    for transfer in [each.transfer for each in host.ledger.all()]:
+        host.finish(TransferAck(transfer.transfer_id, 0))
+    assert depths_on_host(harness, node) == [1, 4, 8, WHOLE_PAGES]
+    assert violations(harness.cache) == []
+
+
 @pytest.mark.parametrize("gone", ["snapshot", "node", "copy", "workers"])
 def test_a_snapshot_without_a_slot_is_not_waited_for_when_it_is_gone(gone: str) -> None:
     harness, host, node, slots = without_a_slot()
