@@ -427,33 +427,52 @@ def _reachable(host: str) -> str:
     return f"[{'::1' if host == '::' else host}]" if ":" in host else host
 
 
-def free_port(host: str) -> int:
-    """Return a TCP port that is currently free at `host`.
+def free_port(host: str, count: int = 1) -> int:
+    """Return a TCP port that is currently free at `host`: the first of `count` neighbours that are.
 
-    If possible, it is none of those that the system chooses from for others, and no other call on this machine by the
-    same user returns it while this process lives: the caller's server may start later, or stop for a while.
+    If possible, they are none of those that the system chooses from for others, and no other call on this machine by
+    the same user returns them while this process lives: the caller's servers may start later, or stop for a while.
+
+    Raises:
+        OSError: not so many neighbours are free.
     """
-    ports = range(_FIRST_PORT, _first_ephemeral_port())
-    for _ in range(_TRIES if ports else 0):
-        port = secrets.choice(ports)
-        if not _reserve(port):
-            continue
-        with contextlib.suppress(OSError), _listen(host, port):
-            return port
-    with _listen(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    firsts = range(_FIRST_PORT, _first_ephemeral_port() - count + 1)
+    for _ in range(_TRIES if firsts else 0):
+        first = secrets.choice(firsts)
+        if _are_free(host, range(first, first + count)) and _reserve(range(first, first + count)):
+            return first
+    for _ in range(_TRIES):
+        with _listen(host, 0) as listener:
+            first = int(listener.getsockname()[1])
+        if _are_free(host, range(first, first + count)):
+            return first
+    raise OSError(f"found no {count} free ports at {host} that are neighbours")
 
 
-def _reserve(port: int) -> bool:
-    """Reserve a port until this process ends; return False if it is reserved. Without a directory, none ever is."""
+def _are_free(host: str, ports: range) -> bool:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(_listen(host, port))
+        return True
+    return False
+
+
+def _reserve(ports: range) -> bool:
+    """Reserve ports until this process ends; return False if one is reserved. Without a directory, none ever is."""
+    locks: list[FileLock] = []
     try:
         # Where no directory can be written to, there is none for temporary files either.
         directory = Path(tempfile.gettempdir()) / f"pando-ports-{os.getuid()}"
         make_private(directory)
-        # It is not released: the kernel does that when the process ends.
-        return FileLock(directory / str(port)).try_acquire()
+        locks += (FileLock(directory / str(port)) for port in ports)
+        # They are not released: the kernel does that when the process ends.
+        if all(lock.try_acquire() for lock in locks):
+            return True
     except (OSError, ConfigurationError):
         return True
+    for lock in locks:
+        lock.release()
+    return False
 
 
 def _first_ephemeral_port() -> int:

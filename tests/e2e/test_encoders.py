@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import socket
 from typing import TYPE_CHECKING
 
 import httpx
@@ -46,12 +44,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def worker_ports() -> int:
     """Return the first of three free ports: of up to two ranks and the encoder."""
-    while True:
-        first = free_port("127.0.0.1")
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + 3):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
+    return free_port("127.0.0.1", 3)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.extended)])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import random
 import secrets
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -15,6 +13,7 @@ import httpx
 import pytest
 
 from deploy.cli import main
+from deploy.supervisor.layout import free_port
 from tests.deploy.compose.engine import BUILD_S, UP_S, Project
 
 if TYPE_CHECKING:
@@ -31,7 +30,9 @@ class TwoGateways:
     """The deployment, and a client of each gateway. Both clients send the same API key."""
 
     def __init__(self, directory: Path) -> None:
-        self.ports = consecutive_ports()
+        # Compose publishes replicas at a range of ports; minutes pass before the containers listen.
+        first = free_port("127.0.0.1", 2)
+        self.ports = first, first + 1
         names = ("keys/keys.toml", "admin.txt", "state.txt", "limits/limits.toml")
         keys, admin_token, state_secret, limits = (directory / name for name in names)
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -57,19 +58,6 @@ class TwoGateways:
             httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=authorization, timeout=120, trust_env=False)
             for port in self.ports
         ]
-
-
-def consecutive_ports() -> tuple[int, int]:
-    """Return two free ports: Compose publishes replicas at a range of ports.
-
-    They are below those that systems give to connections, as minutes pass before the containers listen.
-    """
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
-            return port, port + 1
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigurationError
+from common.file_locks import is_locked
 from common.settings import RpcSettings, Settings, TlsSettings
 from common.settings.scheduler import HostTierSettings
 from deploy.supervisor import layout as layout_module
@@ -18,13 +20,14 @@ from deploy.supervisor.command import read_arguments, read_roles
 from deploy.supervisor.layout import PlannedGroup, Replicas, Stage, check_port, free_port, plan_layout
 
 RUN = Path("/run/pando/8000")
-# Takes ten ports, writes them, and has them until its input ends.
+# Takes ten ports, or as many neighbours at once, writes them, and has them until its input ends.
 TAKE_PORTS = """
 import sys
 from pathlib import Path
 from deploy.supervisor import layout
-layout._EPHEMERAL_PORTS = Path(sys.argv[1])
-print(*(layout.free_port("127.0.0.1") for _ in range(10)), flush=True)
+layout._EPHEMERAL_PORTS, count = Path(sys.argv[1]), int(sys.argv[2])
+firsts = [layout.free_port("127.0.0.1", count) for _ in range(10 // count)]
+print(*(first + number for first in firsts for number in range(count)), flush=True)
 sys.stdin.read()
 """
 
@@ -146,10 +149,11 @@ def test_free_ports_are_not_those_that_the_system_gives_to_others(
         assert all(20_000 <= port < 30_000 for port in ports)
 
 
-def test_processes_side_by_side_get_different_ports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("neighbours", [1, 2])
+def test_processes_side_by_side_get_different_ports(neighbours: int, tmp_path: Path) -> None:
     """Also if their servers start later; those of a process that has ended are given to others again."""
     (tmp_path / "range").write_text("20100 60999", encoding="ascii")
-    command = [sys.executable, "-c", TAKE_PORTS, str(tmp_path / "range")]
+    command = [sys.executable, "-c", TAKE_PORTS, str(tmp_path / "range"), str(neighbours)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
 
     def ports_of(count: int) -> list[int]:
@@ -168,6 +172,43 @@ def test_processes_side_by_side_get_different_ports(tmp_path: Path) -> None:
         assert len(ports) == len(set(ports)) == 40
         assert all(20_000 <= port < 20_100 for port in ports)
     assert set(first) & set(second)
+
+
+@pytest.fixture
+def two_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The two ports that there are below those that the system gives to others; none is reserved."""
+    first = free_port("127.0.0.1", 2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "range").write_text(f"{first + 2} 65535", encoding="ascii")
+    monkeypatch.setattr(layout_module, "_EPHEMERAL_PORTS", tmp_path / "range")
+    monkeypatch.setattr(layout_module, "_FIRST_PORT", first)
+    return first, first + 1
+
+
+def test_neighbours_are_all_reserved(two_ports: tuple[int, int], tmp_path: Path) -> None:
+    assert free_port("127.0.0.1", 2) == two_ports[0]
+    reserved = [int(path.name) for path in tmp_path.glob("pando-ports-*/*") if is_locked(path)]
+    assert sorted(reserved) == list(two_ports)
+    assert free_port("127.0.0.1") not in two_ports
+    assert free_port("127.0.0.1", 2) not in two_ports
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_a_port_remains_free_whose_neighbour_is_in_use(
+    is_reserved: bool, two_ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or if it is reserved; there are others."""
+    first, second = two_ports
+    with socket.create_server(("127.0.0.1", second)) if not is_reserved else contextlib.nullcontext():
+        if is_reserved:
+            with monkeypatch.context() as context:
+                context.setattr("secrets.choice", max)
+                assert free_port("127.0.0.1") == second
+        other = free_port("127.0.0.1", 2)
+        assert not {first, second} & {other, other + 1}
+        for port in (other, other + 1):
+            check_port("127.0.0.1", port)
+        assert free_port("127.0.0.1") == first
 
 
 def test_without_a_directory_of_ones_own_ports_are_free_but_not_reserved(
