@@ -102,7 +102,11 @@ async def answer(context: Context, request: Request, caller: Caller, kind: Answe
     requester = kind.requester(caller, body)
     claim = _claim(request, caller, requester, kind.path)
     if claim is not None and (name := await _claimed(context, claim)) is not None:
-        return await join(context, kind, name, NO_EVENT, raw)
+        recorded = await find_opening(context, kind, name)
+        if recorded is not None:
+            _check_body(recorded, raw)
+            return await _join(context, kind, name, recorded)
+        # It has been forgotten just now, with its key, as its request has failed. So this is a new one.
     found = {} if kind.look_up is None else await kind.look_up(context, request, caller, body)
     opening = Opening(
         kind.path,
@@ -141,9 +145,27 @@ async def join(
     opening = await find_opening(context, kind, name)
     if opening is None:
         raise HttpError(404, "There is no such answer: its id is wrong, or it is no longer recorded.")
-    if raw is not None and raw != opening.body:
+    if raw is not None:
+        _check_body(opening, raw)
+    return await _join(context, kind, name, opening, received, streams=streams)
+
+
+def _check_body(opening: Opening, raw: Json) -> None:
+    if raw != opening.body:
         raise HttpError(422, "The answer belongs to a request with another body: repeat the same body, or leave out "
                              "'Idempotency-Key' and 'Last-Event-ID'.")  # fmt: skip
+
+
+async def _join(
+    context: Context,
+    kind: AnswerKind[BodyT],
+    name: str,
+    opening: Opening,
+    received: ReceivedEvent = NO_EVENT,
+    *,
+    streams: bool = False,
+) -> Response:
+    """Deliver the recorded answer with this opening."""
     plan = await plan_again(context, kind, opening)
     if streams and plan.stream is None:
         raise HttpError(400, "This response has no events: it was created without 'stream' and 'background'.")
@@ -226,9 +248,12 @@ async def _record(
     if claimed is not None:
         answers.forget_owner(owner)
         assert claim is not None, "a record without a claim is always a new one"
-        if (holder := await _confirmed(context, claim, claimed)) is None:
+        holder = await _confirmed(context, claim, claimed)
+        joined = None if holder is None else await find_opening(context, kind, holder)
+        if holder is None or joined is None:
             raise UnavailableError("The answer with this 'Idempotency-Key' was not found just now; try again.")
-        return await join(context, kind, holder, NO_EVENT, opening.body)
+        _check_body(joined, opening.body)
+        return await _join(context, kind, holder, joined)
     recorded = RecordedAnswer(
         answers,
         name,

@@ -79,6 +79,44 @@ async def test_a_repeated_post_is_told_to_come_back_if_its_answer_cannot_be_name
         await close(first, second)
 
 
+async def test_a_repeated_post_is_told_to_come_back_if_its_answer_goes_after_it_was_named(
+    redis_process: RedisProcess,
+) -> None:
+    first, second = pair(redis_process.url, says(*WORDS))
+    async with working(*first.state.background, *second.state.background):
+        assert (await first.post(CHAT, WHOLE, KEY)).status_code == 200
+        first_time(second, "claimed", refused(None))
+        first_time(second, "request", refused(None))
+        assert "Idempotency-Key" in error_of(await second.post(CHAT, WHOLE, KEY), 503)["message"]
+        assert second.pipeline.submitted == []
+        # It was only overlooked.
+        first_time(second, "request", refused(None))
+        assert (await second.post(CHAT, WHOLE, KEY)).status_code == 200
+        assert second.pipeline.submitted == []
+        await close(first, second)
+
+
+async def test_a_repeated_post_whose_answer_is_forgotten_after_it_was_named_is_a_new_request(
+    redis_process: RedisProcess,
+) -> None:
+    first, second = pair(redis_process.url, says(*WORDS))
+    async with working(*first.state.background, *second.state.background):
+        answer = await first.post(CHAT, WHOLE, KEY)
+
+        async def forgotten(method: Callable[..., Awaitable[Any]], name: str) -> Any:
+            await first.context.answers.records.drop(name)
+            return await method(name)
+
+        first_time(second, "request", forgotten)
+        again = await second.post(CHAT, WHOLE, KEY)
+        assert again.status_code == 200
+        assert again.json()["id"] != answer.json()["id"]
+        assert len(second.pipeline.submitted) == 1
+        # It has the key now.
+        assert (await first.post(CHAT, WHOLE, KEY)).text == again.text
+        await close(first, second)
+
+
 @pytest.mark.parametrize("operation", ["request", "read"])
 async def test_a_client_that_comes_back_finds_its_answer(redis_process: RedisProcess, operation: str) -> None:
     """The first question after its record has another name when it arrives."""
