@@ -162,15 +162,57 @@ def _factor(b, outs, ranks, rank, columns, RANKS: tl.constexpr):
 def _share(tiles, width, BLOCK: tl.constexpr):
     """Return this program's tile, and the first and stop of its share of the tile's `width` columns.
 
-    Used tiles have equally many programs, each with whole blocks; programs that are left over have no columns. No
-    program has columns of two tiles: it would wait twice for one load after the other.
+    Used tiles have equally many programs, each with whole blocks; programs that are left over have no columns, of the
+    last tile. No program has columns of two tiles: it would wait twice for one load after the other.
     """
     used = tl.load(tiles + 3)
     of_tile = tl.num_programs(0) // tl.maximum(used, 1)
     index, number = tl.program_id(0) // of_tile, tl.program_id(0) % of_tile
     blocks = tl.cdiv(width, BLOCK)
     begin, end = blocks * number // of_tile * BLOCK, blocks * (number + 1) // of_tile * BLOCK
-    return index, begin, tl.where(index < used, tl.minimum(end, width), begin)
+    last = tl.maximum(used, 1) - 1
+    return tl.minimum(index, last), begin, tl.where(index < used, tl.minimum(end, width), begin)
+
+
+@triton.jit
+def _tokens(order, first, stop, ROWS: tl.constexpr, NARROW: tl.constexpr):
+    """Return the first ROWS tokens in `order` from `first` on, 0 from `stop` on, in 32 bits if NARROW."""
+    place = first + tl.arange(0, ROWS)
+    token = tl.load(order + place, mask=place < stop, other=0)
+    return token.to(tl.int32) if NARROW else token
+
+
+@triton.jit
+def _parts(line, PARTS: tl.constexpr):
+    """Return what a line says about each of its parts: five numbers of the first one, of the second one, and so on."""
+    found = (tl.load(line + HEAD),)
+    for column in tl.static_range(1, PARTS * OF_PART):
+        found = found + (tl.load(line + HEAD + column),)
+    return found
+
+
+@triton.jit
+def _part(parts, number, ELEMENT: tl.constexpr, PARTS: tl.constexpr):
+    """Return where `b` is, first output, outputs, first rank and ranks, of the part with this number."""
+    address, first_output, outs, first_rank, ranks = parts[0], parts[1], parts[2], parts[3], parts[4]
+    for part in tl.static_range(1, PARTS):
+        is_it = number == part
+        address = tl.where(is_it, parts[part * OF_PART], address)
+        first_output = tl.where(is_it, parts[part * OF_PART + 1], first_output)
+        outs = tl.where(is_it, parts[part * OF_PART + 2], outs)
+        first_rank = tl.where(is_it, parts[part * OF_PART + 3], first_rank)
+        ranks = tl.where(is_it, parts[part * OF_PART + 4], ranks)
+    return _known_multiples(address, first_output, outs, first_rank, ranks, ELEMENT=ELEMENT)
+
+
+@triton.jit
+def _known_multiples(address, first_output, outs, first_rank, ranks, ELEMENT: tl.constexpr):
+    """Return a part's numbers in 32 bits, and an address, such that the compiler knows what they are multiples of."""
+    return (
+        tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16),
+        tl.multiple_of(first_output.to(tl.int32), 16), tl.multiple_of(outs.to(tl.int32), 16),
+        tl.multiple_of(first_rank.to(tl.int32), 4), tl.multiple_of(ranks.to(tl.int32), 4),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -192,11 +234,7 @@ def _part_of_half(line, begin, width, ELEMENT: tl.constexpr, PARTS: tl.constexpr
         outs = tl.where(is_here, length, outs)
         first_rank = tl.where(is_here, tl.load(own + 3), first_rank)
         ranks = tl.where(is_here, tl.load(own + 4), ranks)
-    return (
-        tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16),
-        tl.multiple_of(first_output.to(tl.int32), 16), tl.multiple_of(outs.to(tl.int32), 16),
-        tl.multiple_of(first_rank.to(tl.int32), 4), tl.multiple_of(ranks.to(tl.int32), 4),
-    )  # fmt: skip
+    return _known_multiples(address, first_output, outs, first_rank, ranks, ELEMENT=ELEMENT)
 
 
 @triton.jit
@@ -251,27 +289,22 @@ def expand(
     # So that the compiler knows what they are multiples of.
     most_ranks = most_ranks // 32 * 32
     index, begin_share, end_share = _share(tiles, columns_out, BLOCK=BLOCK)
+    # Written before the pass, or by programs that are done; what the program before wrote is `partial`.
+    tile = tiles + index * 4
+    first = tl.load(tile + 1)
+    stop = tl.load(tile + 2)
+    line = table + tl.load(tile).to(tl.int64) * COLUMNS
+    place = first + tl.arange(0, ROWS)
+    inside = place < stop
+    token = _tokens(order, first, stop, ROWS=ROWS, NARROW=NARROW)
+    parts = _parts(line, PARTS=PARTS)
+    if not NARROW:
+        place = place.to(tl.int64)
     if OVERLAPS:
         follow()
     if begin_share < end_share:
-        tile = tiles + index * 4
-        first = tl.load(tile + 1)
-        stop = tl.load(tile + 2)
-        line = table + tl.load(tile).to(tl.int64) * COLUMNS
-        place = first + tl.arange(0, ROWS)
-        inside = place < stop
-        token = tl.load(order + place, mask=inside, other=0)
-        if NARROW:
-            token = token.to(tl.int32)
-        else:
-            place = place.to(tl.int64)
         for number in range(PARTS):
-            own = line + HEAD + number * OF_PART
-            b = tl.multiple_of(tl.load(own).to(tl.pointer_type(element)), 16)
-            first_output = tl.multiple_of(tl.load(own + 1).to(tl.int32), 16)
-            outs = tl.multiple_of(tl.load(own + 2).to(tl.int32), 16)
-            first_rank = tl.multiple_of(tl.load(own + 3).to(tl.int32), 4)
-            ranks = tl.multiple_of(tl.load(own + 4).to(tl.int32), 4)
+            b, first_output, outs, first_rank, ranks = _part(parts, number, ELEMENT=element, PARTS=PARTS)
             begin_part, end_part = max(begin_share, first_output), min(end_share, first_output + outs)
             if begin_part < end_part:
                 _add_part(
@@ -293,18 +326,16 @@ def _first_half(sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate_columns(
-    both, outputs, order, first, stop, begin_share, end_share, width, gate_low, gate_b, gate_first, gate_outs,
-    gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr, IS_HALF: tl.constexpr,
+    both, outputs, token, inside, begin_share, end_share, width, gate_low, gate_b, gate_first, gate_outs, gate_ranks,
+    up_low, up_b, up_first, up_outs, up_ranks,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    IS_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write columns of the gated product of a tile's tokens, of which there are at most half of ROWS if IS_HALF."""
+    """Write columns of the gated product of a tile's tokens, `token` where `inside`, [ROWS // 2 if IS_HALF else ROWS].
+
+    Shrunk inputs are of ROWS tokens.
+    """
     element = outputs.dtype.element_ty
-    place = first + tl.arange(0, ROWS // 2 if IS_HALF else ROWS)
-    inside = place < stop
-    token = tl.load(order + place, mask=inside, other=0)
-    if NARROW:
-        token = token.to(tl.int32)
     for begin in tl.range(begin_share, end_share, BLOCK, num_stages=STAGES):
         columns = begin + tl.arange(0, BLOCK)
         mask = inside[:, None] & (columns < width)[None, :]
@@ -345,26 +376,26 @@ def expand_and_gate(
     # So that the compiler knows what they are multiples of.
     most_ranks = most_ranks // 32 * 32
     index, begin_share, end_share = _share(tiles, width, BLOCK=BLOCK)
+    # Written before the pass, or by programs that are done; what the program before wrote is `partial`.
+    tile = tiles + index * 4
+    first = tl.load(tile + 1)
+    stop = tl.load(tile + 2)
+    line = table + tl.load(tile).to(tl.int64) * COLUMNS
+    gate_b, gate_first, gate_outs, gate_rank, gate_ranks = _part_of_half(
+        line, 0, width, ELEMENT=element, PARTS=PARTS, LAST=False
+    )
+    up_b, up_first, up_outs, up_rank, up_ranks = _part_of_half(
+        line, width, width, ELEMENT=element, PARTS=PARTS, LAST=True
+    )
+    place = first + tl.arange(0, ROWS)
+    inside = place < stop
+    token = _tokens(order, first, stop, ROWS=ROWS, NARROW=NARROW)
+    first_tokens = _tokens(order, first, stop, ROWS=ROWS // 2, NARROW=NARROW)
+    if not NARROW:
+        place = place.to(tl.int64)
     if OVERLAPS:
         follow()
     if begin_share < end_share:
-        tile = tiles + index * 4
-        first = tl.load(tile + 1)
-        stop = tl.load(tile + 2)
-        line = table + tl.load(tile).to(tl.int64) * COLUMNS
-        gate_b, gate_first, gate_outs, gate_rank, gate_ranks = _part_of_half(
-            line, 0, width, ELEMENT=element, PARTS=PARTS, LAST=False
-        )
-        up_b, up_first, up_outs, up_rank, up_ranks = _part_of_half(
-            line, width, width, ELEMENT=element, PARTS=PARTS, LAST=True
-        )
-        place = first + tl.arange(0, ROWS)
-        inside = place < stop
-        token = tl.load(order + place, mask=inside, other=0)
-        if NARROW:
-            token = token.to(tl.int32)
-        else:
-            place = place.to(tl.int64)
         ranks = max(gate_ranks, up_ranks)
         gate_low = _low(
             partial, place, inside, gate_rank, gate_ranks, 0, count, most_ranks, shares,
@@ -378,17 +409,15 @@ def expand_and_gate(
             # Activating empty rows takes as long as reading the factors. With 16 rows, each thread has both halves.
             if ROWS == 16 and stop - first <= ROWS // 2:
                 _gate_columns(
-                    both, outputs, order, first, stop, begin_share, end_share, width, gate_low, gate_b, gate_first,
-                    gate_outs, gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
-                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, NARROW=NARROW, STAGES=STAGES, ACTIVATION=ACTIVATION,
-                    IS_HALF=True,
+                    both, outputs, first_tokens, first + tl.arange(0, ROWS // 2) < stop, begin_share, end_share, width,
+                    gate_low, gate_b, gate_first, gate_outs, gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, STAGES=STAGES, ACTIVATION=ACTIVATION, IS_HALF=True,
                 )  # fmt: skip
             else:
                 _gate_columns(
-                    both, outputs, order, first, stop, begin_share, end_share, width, gate_low, gate_b, gate_first,
+                    both, outputs, token, inside, begin_share, end_share, width, gate_low, gate_b, gate_first,
                     gate_outs, gate_ranks, up_low, up_b, up_first, up_outs, up_ranks,
-                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, NARROW=NARROW, STAGES=STAGES, ACTIVATION=ACTIVATION,
-                    IS_HALF=False,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, STAGES=STAGES, ACTIVATION=ACTIVATION, IS_HALF=False,
                 )  # fmt: skip
         else:
             for begin in tl.range(begin_share, end_share, BLOCK, num_stages=1):
