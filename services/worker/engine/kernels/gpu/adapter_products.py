@@ -240,7 +240,8 @@ def add_products(
 ) -> None:  # fmt: skip
     """Add the adapters' products of `shrunk` inputs to outputs [tokens, out] in place; rows are contiguous.
 
-    If it `is_joined`, inputs were shrunk on another stream. See `shrunk_inputs` for the other arguments.
+    If it `is_joined`, inputs were shrunk on another stream; else the program launched last must be the one that shrank
+    them, as outputs may be read before it is done. See `shrunk_inputs` for the other arguments.
     """
     _expand_into(outputs, tiles, table, shrunk, parts, {"OVERLAPS": False} if is_joined else _overlap(tiles))
 

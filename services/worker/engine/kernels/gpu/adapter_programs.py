@@ -187,7 +187,7 @@ def _parts(line, PARTS: tl.constexpr):
     """Return what a line says about each of its parts: five numbers of the first one, of the second one, and so on."""
     found = (tl.load(line + HEAD),)
     for column in tl.static_range(1, PARTS * OF_PART):
-        found = found + (tl.load(line + HEAD + column),)
+        found = found + (tl.load(line + HEAD + column),)  # noqa: RUF005  # Triton knows no stars
     return found
 
 
@@ -242,15 +242,25 @@ def _add_part(
     targets, b, first_output, outs, first_rank, ranks, begin_part, end_part, partial, place, inside, count, most_ranks,
     shares,
     ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a part to columns `begin_part` to `end_part` of rows that begin at `targets` [ROWS]."""
     element = b.dtype.element_ty
     if ranks <= RANKS:
+        # The first block is loaded before the wait, too: only `partial` is of the program before.
+        columns = tl.multiple_of(begin_part, 16) + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (columns < end_part)[None, :]
+        base = tl.load(targets[:, None] + columns[None, :], mask=mask, other=0.0)
+        factor = _factor(b, outs, ranks, 0, columns - first_output, RANKS=RANKS)
+        if OVERLAPS:
+            follow()
         low = _low(
             partial, place, inside, first_rank, ranks, 0, count, most_ranks, shares,
             ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
         )  # fmt: skip
-        for begin in tl.range(begin_part, end_part, BLOCK, num_stages=STAGES):
+        sums = base.to(tl.float32) + tl.dot(low, factor, input_precision="ieee")
+        tl.store(targets[:, None] + columns[None, :], sums.to(element), mask=mask)
+        for begin in tl.range(begin_part + BLOCK, end_part, BLOCK, num_stages=STAGES):
             columns = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
             mask = inside[:, None] & (columns < end_part)[None, :]
             base = tl.load(targets[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -258,6 +268,8 @@ def _add_part(
             sums = base.to(tl.float32) + tl.dot(low, factor, input_precision="ieee")
             tl.store(targets[:, None] + columns[None, :], sums.to(element), mask=mask)
     else:
+        if OVERLAPS:
+            follow()
         for begin in tl.range(begin_part, end_part, BLOCK, num_stages=1):
             columns = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
             mask = inside[:, None] & (columns < end_part)[None, :]
@@ -300,8 +312,6 @@ def expand(
     parts = _parts(line, PARTS=PARTS)
     if not NARROW:
         place = place.to(tl.int64)
-    if OVERLAPS:
-        follow()
     if begin_share < end_share:
         for number in range(PARTS):
             b, first_output, outs, first_rank, ranks = _part(parts, number, ELEMENT=element, PARTS=PARTS)
@@ -310,11 +320,13 @@ def expand(
                 _add_part(
                     outputs + token * stride, b, first_output, outs, first_rank, ranks, begin_part, end_part, partial,
                     place, inside, count, most_ranks, shares,
-                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, SHARES=SHARES, STAGES=STAGES,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, SHARES=SHARES, STAGES=STAGES, OVERLAPS=OVERLAPS,
                 )  # fmt: skip
             if PARTS > 1:
                 # Other threads may load what was stored in columns that are of both parts' lines.
                 tl.debug_barrier()
+    if OVERLAPS:
+        follow()
 
 
 @triton.jit
