@@ -12,17 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
-import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
-
-import torch
-from safetensors.torch import save_file
 
 from common.types import CacheMode
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
@@ -32,8 +27,7 @@ from deploy.evaluation.bench.pipeline_client import PipelineClient, PipelineErro
 from deploy.evaluation.bench.prompts import PromptMaker
 from deploy.evaluation.bench.workloads.random_text import random_sessions
 from deploy.evaluation.bench.workloads.w1 import TEMPERATURE, w1_requests
-from services.worker.engine.checkpoints.safetensors_directory import read_config
-from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
+from deploy.evaluation.experiments.random_adapters import adapter_names, make_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,10 +36,6 @@ if TYPE_CHECKING:
     from deploy.evaluation.bench.records import BenchRequest
 
 COUNTS = (0, 1, 8, 64)
-MODULES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj",
-)  # fmt: skip
 PROMPT_TOKENS = 128
 FIRST_TOKENS = 10
 # Of the pass that compiles the programs.
@@ -141,41 +131,6 @@ def adapted(requests: Sequence[BenchRequest], names: Sequence[str]) -> list[Sche
         replace(each, options=replace(each.options, adapter=names[number % len(names)]))
         for number, each in enumerate(encoded)
     ]
-
-
-def adapter_names(count: int) -> list[str]:
-    """Return the names of the first adapters."""
-    return [f"a{number}" for number in range(count)]
-
-
-def make_adapters(model: Path, folder: Path, rank: int, count: int) -> dict[str, str]:
-    """Write random adapters of attention and feed-forward layers as PEFT would; return their directories, by name.
-
-    All have the same file of factors and different scales, so that they are made in seconds; for a server they are as
-    different as any others.
-    """
-    config, generator, tensors = read_config(model), torch.Generator().manual_seed(0), {}
-    for layer in range(config.layers):
-        for module in MODULES:
-            name = f"model.layers.{layer}.{module}"
-            height, width = tensor_shape(f"{name}.weight", config)
-            for side, shape in (("A", (rank, width)), ("B", (height, rank))):
-                factor = torch.randn(math.prod(shape), generator=generator) * 0.02
-                tensors[f"base_model.model.{name}.lora_{side}.weight"] = factor.view(shape).bfloat16()
-    factors = folder / "factors.safetensors"
-    save_file(tensors, factors)
-    made = {}
-    for number, name in enumerate(adapter_names(count)):
-        target = folder / name
-        target.mkdir()
-        os.link(factors, target / "adapter_model.safetensors")
-        described = {
-            "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank + number / 64,
-            "base_model_name_or_path": str(model),
-        }  # fmt: skip
-        (target / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
-        made[name] = str(target)
-    return made
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ deploy/evaluation/shapes/llama-3.1-8b --formats bfloat16 awq --json FILE`. For P
 deploy.evaluation.experiments.gpu_table llama-3.1-8b llama-3.1-8b-awq` measures the same workload through all its
 services; vLLM's engine is called directly, without HTTP, tokenizer or detokenizer.
 
-Each format has a process of its own. Steps have as many rows and tokens as in the GPU table, prefixes are not cached,
+Each format has a process of its own. With `--adapters 0 8 64`, the engine has room for the largest number of adapters
+of rank 16, and the workload is run with each of these numbers in turn, request i with adapter i modulo their number, as
+`python -m deploy.evaluation.experiments.adapters` does with Pando; without the option, vLLM has no support for adapters
+switched on. Steps have as many rows and tokens as in the GPU table, prefixes are not cached,
 and the first of the runs is not counted.
 """
 
@@ -17,8 +20,9 @@ import multiprocessing
 import shlex
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from deploy.evaluation.bench.figures import Spread
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 ROWS = 256
 STEP_TOKENS = 16384
 CONTEXT = 4096
+RANK = 16  # of adapters
 ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # vLLM looks into a checkpoint for the layers that GPTQ has quantized, unless they are named.
 GPTQ_LAYERS: Final = {
@@ -42,15 +47,33 @@ GPTQ_LAYERS: Final = {
 }  # fmt: skip
 
 
-def measure(shape: Path, weights: str, runs: int, results: Path | None, command: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One process's part: a shape with weights in a format, and numbers of adapters; none: without their support."""
+
+    shape: Path
+    weights: str
+    adapters: tuple[int, ...]
+    runs: int
+    results: Path | None
+    command: str
+
+
+def measure(part: Measurement) -> None:
     """Run the workload `runs` times and once before; print and write the output tokens per second."""
     import vllm  # type: ignore[import-not-found]  # not in this environment
 
-    described = json.loads((shape / "config.json").read_text(encoding="utf-8"))
-    with shape_in(shape, weights, architectures=[ARCHITECTURES[described["model_type"]]]) as directory:
-        settings: dict[str, Any] = {"quantization": "fp8"} if weights == "fp8" else {}
-        if FORMATS.get(weights, {}).get("quant_method") == "gptq":
-            settings = {"hf_overrides": {"quantization_config": {**FORMATS[weights], **GPTQ_LAYERS}}}
+    described = json.loads((part.shape / "config.json").read_text(encoding="utf-8"))
+    architectures = [ARCHITECTURES[described["model_type"]]]
+    with shape_in(part.shape, part.weights, architectures=architectures) as directory, TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"quantization": "fp8"} if part.weights == "fp8" else {}
+        if FORMATS.get(part.weights, {}).get("quant_method") == "gptq":
+            settings = {"hf_overrides": {"quantization_config": {**FORMATS[part.weights], **GPTQ_LAYERS}}}
+        made: list[Any] = []
+        if part.adapters:
+            most = max(part.adapters)
+            settings |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": RANK}
+            made = lora_requests(part.shape, Path(folder), most)
         engine = vllm.LLM(
             model=str(directory), load_format="dummy", skip_tokenizer_init=True, seed=0, enable_prefix_caching=False,
             max_model_len=CONTEXT, max_num_seqs=ROWS, max_num_batched_tokens=STEP_TOKENS, **settings,
@@ -63,20 +86,38 @@ def measure(shape: Path, weights: str, runs: int, results: Path | None, command:
             )
             for request in requests
         ]
-        rates = []
-        for _ in range(1 + runs):
+
+        def run(count: int) -> float:
+            used = [made[number % count] for number in range(len(prompts))] if count else None
             started = time.perf_counter()
-            answers = engine.generate(prompts, sampling, use_tqdm=False)
+            answers = engine.generate(prompts, sampling, use_tqdm=False, lora_request=used)
             tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
-            rates.append(tokens / (time.perf_counter() - started))
-    counted = Spread.of(rates[1:])
-    sys.stdout.write(f"{shape.name}, {weights}: {counted.median:.0f} tok/s (first run {rates[0]:.0f})\n")
-    sys.stdout.flush()
-    if results is not None:
-        label = f"vllm {vllm.__version__}, {weights}"
-        sheet = ResultSheet("w1", f"{shape.name} (dummy)", 1, replace(Provenance.collect(()), command=command), label)
-        sheet.add_spread("output_throughput", counted, "tok/s")
-        write_results(results, sheet.results)
+            return tokens / (time.perf_counter() - started)
+
+        counts = part.adapters or (0,)
+        rounds = [[run(count) for count in counts] for _ in range(1 + part.runs)]
+    for count, (first, *rates) in zip(counts, zip(*rounds, strict=True), strict=True):
+        name = f"{part.weights}, {count} adapters" if part.adapters else part.weights
+        counted = Spread.of(rates)
+        sys.stdout.write(f"{part.shape.name}, {name}: {counted.median:.0f} tok/s (first run {first:.0f})\n")
+        sys.stdout.flush()
+        if part.results is not None:
+            provenance = replace(Provenance.collect(()), command=part.command)
+            label = f"vllm {vllm.__version__}, {name}"
+            sheet = ResultSheet("w1", f"{part.shape.name} (dummy)", 1, provenance, label)
+            sheet.add_spread("output_throughput", counted, "tok/s")
+            write_results(part.results, sheet.results)
+
+
+def lora_requests(shape: Path, folder: Path, count: int) -> list[Any]:
+    """Write random adapters into `folder`; return what names them in requests to vLLM."""
+    from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]  # not in this environment
+
+    # Only here: torch is needed, and the services' logs.
+    from deploy.evaluation.experiments.random_adapters import make_adapters
+
+    made = make_adapters(shape, folder, RANK, count)
+    return [LoRARequest(name, number, directory) for number, (name, directory) in enumerate(made.items(), 1)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,14 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--formats", nargs="+", choices=("bfloat16", "fp8", *FORMATS), default=["bfloat16"], help="one after another"
     )
+    parser.add_argument("--adapters", nargs="+", type=int, default=[], help="numbers of them, such as 0 8 64")
     parser.add_argument("--runs", type=int, default=2, help="that count, after one that does not")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     options = parser.parse_args(argv)
     given = shlex.join(["python", "-m", "deploy.evaluation.experiments.peers.vllm_throughput", *(argv or sys.argv[1:])])
     failed = 0
     for weights in options.formats:
-        arguments = (options.shape, weights, options.runs, options.json, given)
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=arguments)
+        part = Measurement(options.shape, weights, tuple(options.adapters), options.runs, options.json, given)
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(part,))
         process.start()
         process.join()
         failed |= process.exitcode != 0

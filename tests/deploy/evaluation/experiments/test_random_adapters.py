@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from deploy.evaluation.experiments.adapters import MODULES, adapter_names, make_adapters
+from deploy.evaluation.experiments.random_adapters import MODULES, adapter_names, make_adapters
 from services.worker.engine.adapters.files import read_adapter
 
 LAYERS = 2
