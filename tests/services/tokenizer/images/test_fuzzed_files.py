@@ -80,8 +80,8 @@ async def test_mutated_files_are_prepared_or_refused(bench: Bench) -> None:
     assert min(good, bad) > 30
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.extended
+@pytest.mark.timeout(1200)
 async def test_fifty_thousand_mutated_files_are_prepared_or_refused(directory: Path) -> None:
     bench = Bench(directory, processes=2)
     async with running(bench):
