@@ -211,6 +211,34 @@ async def test_other_apis_name_their_own_fields(path: str, body: dict[str, Any],
     assert error_of(await seeing().post(path, {"model": "tiny", **body}), 400)["param"] == param
 
 
+AUDIO = coded(b"RIFF")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "param"),
+    [
+        ("/v1/chat/completions", "messages", "messages[0].content"),
+        ("/v1/responses", "input", "input[0].content"),
+        ("/v1/messages", "messages", "messages[0]"),
+    ],
+)
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}},
+        {"type": "audio", "source": {"type": "base64", "media_type": "audio/wav", "data": AUDIO}},
+        {"type": "audio_url", "audio_url": {"url": data_url(b"RIFF", "audio/wav")}},
+    ],
+    ids=lambda part: str(part["type"]),
+)
+async def test_audio_is_refused_by_name_in_every_api(path: str, field: str, param: str, part: dict[str, Any]) -> None:
+    gateway = seeing()
+    error = error_of(await gateway.post(path, {"model": "tiny", "max_tokens": 1, field: user(part)}), 400)
+    assert error["param"] == param
+    assert "audio is not supported" in error["message"]
+    assert gateway.pipeline.submitted == []
+
+
 @pytest.mark.parametrize("name", [*DIALECTS, "generate"])
 async def test_a_model_without_vision_refuses_images_in_a_sentence(name: str) -> None:
     gateway = gateway_saying("x")
