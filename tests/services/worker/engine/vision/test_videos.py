@@ -29,6 +29,8 @@ from tests.services.worker.engine.vision.models import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
 # Coordinates 0, 1 and 3: within a step's rows, so that `transformers` counts the text after a video as in training.
 INTERVAL = 1.6
 
@@ -71,6 +73,21 @@ def test_rows_with_videos_continue_as_transformers_does(directory: Path, family:
     check(directory, prompts, session.answer(prompts))
     # In chunks that cut videos, within a step and between steps.
     check(directory, prompts, session.answer(prompts, borders=(9, 14, 21, 37)))
+
+
+def as_rank(rank: int, world_size: int, rendezvous: str, directory: str, family: str) -> list[Answer]:
+    engine = engine_of(directory, rank=rank, world_size=world_size, rendezvous=rendezvous)
+    try:
+        # Chunks cut videos.
+        return Session(engine).answer(prompts_of(family), borders=(9, 21))
+    finally:
+        engine.close()
+
+
+@pytest.mark.extended
+def test_two_ranks_see_videos_as_transformers_does(ranks: Ranks, directory: Path, family: str) -> None:
+    first, _ = ranks.run(as_rank, 2, str(directory), family)
+    check(directory, prompts_of(family), first)
 
 
 @pytest.mark.extended
