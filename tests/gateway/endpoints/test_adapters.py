@@ -88,12 +88,16 @@ async def test_an_adapter_has_several_names(gateway: FakedGateway) -> None:
 async def test_a_credential_has_the_adapters_of_its_own_list_or_its_tenants(
     gateway: FakedGateway, key: str, usable: set[str]
 ) -> None:
+    served = []
     for adapter in ("sql", "team-a", "team-b", "secret"):
         response = await ask(gateway, key, model=f"tiny:{adapter}")
         if adapter in usable or key == "admin":
             assert response.status_code == 200
+            served.append(adapter)
         else:
             error_of(response, 404)
+    # What is refused reaches no scheduler, and so is no evidence for the adapter.
+    assert [request.options.adapter for request in gateway.pipeline.submitted] == served
 
 
 @pytest.mark.parametrize("key", ["acme", "other"])

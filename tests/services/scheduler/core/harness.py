@@ -29,6 +29,7 @@ from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache.window_pages import WindowPages
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
@@ -41,12 +42,12 @@ from services.scheduler.policy.policies import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from common.limits import Limits
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferId
-    from common.types import TokenLogprob
+    from common.types import Sharing, TokenLogprob
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.types import Accounting
@@ -81,6 +82,7 @@ def make_request(
     scored_from: int | None = None,
     grammar: Grammar | None = None,
     detokenizer: str | None = None,
+    adapter: str = "",
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
@@ -97,6 +99,7 @@ def make_request(
             timeout_ms=timeout_ms,
             pooling=pooling,
             prompt_logprobs=None if scored_from is None else PromptLogprobs(scored_from),
+            adapter=adapter,
         ),
     )
 
@@ -146,6 +149,8 @@ class Harness:
         micro_batches: int = 1,
         vision: VisionLimits | None = None,
         sees_images: bool = True,
+        adapters: Mapping[str, str] | None = None,
+        sharing_of: Callable[[str], Sharing] | None = None,
         make_sources: Callable[[RowSlots, PrefixCache], GuessesTokens] = DraftSources,
     ) -> None:
         self.config = CoreConfig(
@@ -178,6 +183,7 @@ class Harness:
             micro_batches=micro_batches,
             vision=vision or VisionLimits(),
             sees_images=sees_images,
+            adapter_slots=len(adapters or {}),
         )
         allocator = PageAllocator(pages)
         if window:
@@ -187,9 +193,11 @@ class Harness:
         self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
         rules = replace(rules or CacheConfig(), snapshots=snapshots, snapshot_interval=interval)
-        self.cache = make_cache(cache, allocator, page_size, rules, host)
+        self.cache = make_cache(cache, allocator, page_size, rules, host, SharingChoices(sharing_of))
         queue = QueueOrder(order, self.counters)
-        self.core = SchedulerCore(self.config, allocator, self.cache, queue, make_sources=make_sources)
+        self.core = SchedulerCore(
+            self.config, allocator, self.cache, queue, find_adapter=(adapters or {}).get, make_sources=make_sources
+        )
         if limits is not None:
             self.core.adopt(limits)
         self.worker = SimulatedWorker(
