@@ -33,6 +33,10 @@ EPOCH_S = 0.3
 HOSTILE_S = 4.0
 # What a picture takes to encode.
 ENCODING_S = 0.03
+# An adapter of the first tenant, and what refusals, other services' answers about it and its own answers take: whole
+# seconds of a clock that measures nothing else, so that sums and differences of equal times are equal.
+ADAPTER = "confidential"
+REFUSAL_S, LOOK_UP_S, ADAPTER_S = 1, 1, 20
 K = 3
 NAMES = ("user_id", "user", "safety_identifier", "cache_salt", "session_id", "prompt_cache_key")
 # Enough hits by somebody who has not computed the text.
@@ -104,6 +108,10 @@ class AwareServer(FakeOpenAIServer):
     knows_by: str = "pixels"
     shares_encodings: bool = False
     shares_views: bool = False
+    # By what others learn of an adapter: its refusal's status or time, or the list of models.
+    shows_adapter: str = ""
+    # Time of all answers that concern adapters.
+    worked_s: int = 0
     storage: Path | None = None
     authenticates: bool = True
     capacity_pages: int = 512
@@ -123,7 +131,9 @@ class AwareServer(FakeOpenAIServer):
     def app(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/models", self._models),
+                Route("/v1/models", self._listed),
+                Route("/v1/models/{name}", self._listed),
+                Route("/v1/lora_adapters", self._adapters),
                 Route("/v1/completions", self._answer, methods=["POST"]),
                 Route("/v1/messages", self._answer, methods=["POST"]),
                 Route("/v1/chat/completions", self._look, methods=["POST"]),
@@ -137,12 +147,43 @@ class AwareServer(FakeOpenAIServer):
             return JSONResponse({"error": {"message": "no"}}, 401)
         return PlainTextResponse(f'# HELP tokens all\ntokens_total{{model="good"}} {float(self.tokens)}\n')
 
+    async def _adapters(self, request: Request) -> Response:
+        key = KEYS.get(_secret(request))
+        if key is None or not key.admin:
+            return JSONResponse({"error": {"message": "no"}}, 403)
+        return JSONResponse({"data": [{"lora_name": ADAPTER}]})
+
+    async def _listed(self, request: Request) -> Response:
+        key = KEYS.get(_secret(request))
+        may_see = self.shows_adapter == "list" or (key is not None and key.tenant == "default")
+        names = [*self.listed, *([f"{self.listed[0]}:{ADAPTER}"] if may_see else [])]
+        name = request.path_params.get("name")
+        if name is not None and name not in names:
+            return JSONResponse({"error": {"message": f"no model {name}"}}, 404)
+        return JSONResponse({"data": [{"id": each, "object": "model"} for each in names if name in (None, each)]})
+
+    def _refuse(self, who: Who, body: dict[str, Any]) -> Response | None:
+        """Refuse a name of an adapter that does not exist for this tenant."""
+        _, is_named, name = body["model"].partition(":")
+        name = name if is_named else body.get("lora_path")
+        if name is None:
+            return None
+        self.worked_s += REFUSAL_S
+        if name == ADAPTER and who.tenant == "default":
+            self.worked_s += ADAPTER_S
+            return None
+        exists = name == ADAPTER
+        if exists and self.shows_adapter == "time":
+            self.worked_s += LOOK_UP_S
+        status = 403 if exists and self.shows_adapter == "status" else 404
+        return JSONResponse({"error": {"message": f"no model {name}"}}, status)
+
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         who = self._who(request, body)
         if who is None:
             return JSONResponse({"error": {"message": "no key"}}, 401)
-        refusal = await self._compile(who, body)
+        refusal = self._refuse(who, body) or await self._compile(who, body)
         if refusal is not None:
             return refusal
         text = body["prompt"] if "prompt" in body else body["messages"][0]["content"].split()

@@ -12,6 +12,7 @@ from deploy.evaluation.attack.findings import OracleVerdict
 from deploy.evaluation.attack.oracles.pages import counts
 from deploy.evaluation.attack.oracles.storage import Outcome, judge_forgeries
 from deploy.evaluation.attack.prober import ProbeAnswer
+from deploy.evaluation.bench.clock import SystemClock
 from tests.deploy.evaluation.attack.aware_server import EPOCH_S, FLAGS, HOSTILE_S, AwareServer
 from tests.fakes.openai_server import running_server
 
@@ -40,6 +41,7 @@ def verdicts(entries: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: entry["verdict"] for name, entry in entries.items()}
 
 
+TRIED_ADAPTERS = ("adapter names", "adapter refusal times")
 NAMES_CONTROL = "people named by a vouching key (control)"
 
 
@@ -113,6 +115,43 @@ def test_drafts_from_anothers_answers_are_detected(tmp_path: Path, *, shares: bo
 def test_the_drafts_oracle_does_not_apply_where_nothing_is_drafted(tmp_path: Path) -> None:
     found = verdicts(attack(AwareServer(), tmp_path, "drafts", *FLAGS))
     assert found == {"packets of drafted answers": "not applicable"}
+
+
+@pytest.mark.parametrize(
+    ("shown_by", "leaking"),
+    [("", set()), ("status", {"adapter names"}), ("list", {"adapter names"}), ("time", {"adapter refusal times"})],
+)
+def test_adapters_that_other_tenants_can_see_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_by: str, leaking: set[str]
+) -> None:
+    server = AwareServer(shows_adapter=shown_by)
+
+    class ServersClock(SystemClock):
+        def now(self) -> float:
+            return server.worked_s
+
+    monkeypatch.setattr("deploy.evaluation.attack.campaign.SystemClock", ServersClock)
+    found = verdicts(attack(server, tmp_path, "adapters", *FLAGS, "--pairs", "20", quick=False))
+    assert found.pop("adapter names under an entitled key (control)") == "leaks"
+    assert found.pop("adapter refusal times under an entitled key (control)") == "leaks"
+    assert {name for name, verdict in found.items() if verdict == "leaks"} == leaking
+    assert {name for name, verdict in found.items() if verdict == "closed"} == {*TRIED_ADAPTERS} - leaking
+
+
+def test_times_of_refusals_without_a_control_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that shows no difference, whatever the server does."""
+
+    class StoppedClock(SystemClock):
+        def now(self) -> float:
+            return 0.0
+
+    monkeypatch.setattr("deploy.evaluation.attack.campaign.SystemClock", StoppedClock)
+    found = verdicts(
+        attack(AwareServer(shows_adapter="time"), tmp_path, "adapters", *FLAGS, "--pairs", "20", quick=False)
+    )
+    assert found["adapter refusal times"] == "closed"
+    # The status of the command is 1, as `attack` checks.
+    assert found["adapter refusal times under an entitled key (control)"] == "closed"
 
 
 PICTURES_CONTROL = "one's own picture again (control)"
