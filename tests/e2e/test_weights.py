@@ -116,7 +116,12 @@ def test_weights_that_do_not_fit_change_nothing(
     before = [served_anew.complete(prompt, TOKENS) for prompt in PROMPTS]
     damaged = tmp_path / newer.name
     damaged.write_bytes(newer.read_bytes()[:1_000_000])
-    for path in (damaged, tmp_path / "nowhere", "all-minilm-l6-v2"):
+    spoilt = tmp_path / "spoilt" / newer.name
+    spoilt.parent.mkdir()
+    content = bytearray(newer.read_bytes())
+    np.frombuffer(content, np.float32, 1, read_header(newer).tensors["output_norm.weight"].offset)[0] = np.nan
+    spoilt.write_bytes(content)
+    for path in (damaged, spoilt, tmp_path / "nowhere", "all-minilm-l6-v2"):
         answer = update(served_anew, path)
         assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
         assert not answer.json()["success"]

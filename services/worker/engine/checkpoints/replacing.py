@@ -14,6 +14,7 @@ from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.safetensors_directory import files_in_index, read_json
 from services.worker.engine.checkpoints.stage_tensors import tensors_of_stage
+from services.worker.engine.checkpoints.stored_values import check_values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +34,11 @@ _NAMED = 3
 def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
     """Check that `replacement` has the architecture and the tensors of `loaded`; return the bytes of its files.
 
+    Each rank of a stage reads a part of the tensors, to see that all values are numbers; together they read all.
+
     Raises:
-        ConfigurationError: it has not, a file is damaged, or a file changes while it is read.
+        ConfigurationError: it has not, a file is damaged or has values that are no numbers, or it changes while it is
+            read.
     """
     if "dummy" in (loaded.load_format, replacement.load_format):
         _check_configs(loaded, replacement)
@@ -47,13 +51,21 @@ def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
     before = states_of(files)
     _check_configs(loaded, replacement)
     found = _shapes(files)
-    if states_of(files) != before:
-        raise ConfigurationError(
-            f"{replacement.model}: its files change while they are read; retry when they are whole"
-        )
+    _check_states(replacement.model, files, before)
     choose = _choice(replacement)
     _compare(replacement.model, _chosen(_shapes(old), old, choose), _chosen(found, files, choose))
+    try:
+        for path in weight_files(files):
+            check_values(path, replacement.tensor_rank, replacement.tensor_ranks)
+    finally:
+        # A file that changes is the reason for all that is found in it.
+        _check_states(replacement.model, files, before)
     return sum(size for _, size, _ in before)
+
+
+def _check_states(model: str, files: ModelFiles, before: list[tuple[str, int, int]]) -> None:
+    if states_of(files) != before:
+        raise ConfigurationError(f"{model}: its files change while they are read; retry when they are whole")
 
 
 def _check_configs(loaded: EngineSpec, replacement: EngineSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -82,6 +83,28 @@ def test_extra_tensors_are_named(loaded: Path, other: Path) -> None:
     rewrite(other, extra=torch.ones(1))
     with pytest.raises(ConfigurationError, match="has tensors that the loaded model has not: 'extra'"):
         check(loaded, other)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_no_numbers_are_refused(loaded: Path, other: Path, value: float) -> None:
+    norm = load_file(other / WEIGHTS)[NORM]
+    norm[7] = value
+    rewrite(other, **{NORM: norm})
+    with pytest.raises(ConfigurationError, match=f"the tensor '{NORM}' has values that are no numbers"):
+        check(loaded, other)
+
+
+def test_of_several_ranks_one_finds_it(loaded: Path, other: Path) -> None:
+    norm = load_file(other / WEIGHTS)[NORM]
+    rewrite(other, **{NORM: torch.full_like(norm, torch.nan)})
+    refused = []
+    for rank in range(3):
+        spec = EngineSpec(str(loaded), world_size=3, rank=rank)
+        try:
+            check_replacement(spec, replace(spec, model=str(other)))
+        except ConfigurationError:
+            refused.append(rank)
+    assert len(refused) == 1
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 1000, -1])
