@@ -48,6 +48,34 @@ def test_a_pinned_adapter_stays() -> None:
     assert slots.rows_of("y") is None
 
 
+def test_a_pinned_adapter_displaces_none_once_it_has_a_slot() -> None:
+    """So its use cannot be seen by what becomes of others' slots; that of an adapter without a pin can."""
+    displaced = {}
+    for pinned in ({"x"}, set()):
+        slots = AdapterSlots(2)
+        slots.pinned = pinned
+        for digest, tenant in (("x", "a"), ("y", "b"), ("z", "b")):
+            start(slots, digest, tenant)
+            slots.give_back(digest)
+        # The other tenant's adapters are wherever it has put them.
+        before = {digest for digest in "yz" if slots.rows_of(digest) is not None}
+        start(slots, "x", "a")
+        displaced[bool(pinned)] = before - {digest for digest in "yz" if slots.rows_of(digest) is not None}
+    assert displaced == {True: set(), False: {"y"}}
+
+
+@hypothesis.given(st.lists(st.sampled_from("uvwx"), max_size=30))
+def test_with_a_slot_for_each_adapter_none_is_loaded_twice(used: list[str]) -> None:
+    slots = AdapterSlots(4, tenant_share=0.5)
+    loaded = []
+    for digest in used:
+        # The adapters of two tenants.
+        assert start(slots, digest, "a" if digest in "uv" else "b") is not None
+        slots.give_back(digest)
+        loaded += [load.digest for load in slots.take_loads()]
+    assert sorted(loaded) == sorted(set(used))
+
+
 def test_a_tenant_uses_its_share_only() -> None:
     slots = AdapterSlots(4, tenant_share=0.5)
     assert start(slots, "x") is not None
