@@ -48,7 +48,7 @@ GPTQ_LAYERS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class EngineRuns:
     """One process's part: a shape with weights in a format, and numbers of adapters; none: without their support."""
 
     shape: Path
@@ -59,7 +59,7 @@ class Measurement:
     command: str
 
 
-def measure(part: Measurement) -> None:
+def measure(part: EngineRuns) -> None:
     """Run the workload `runs` times and once before; print and write the output tokens per second."""
     import vllm  # type: ignore[import-not-found]  # not in this environment
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = shlex.join(["python", "-m", "deploy.evaluation.experiments.peers.vllm_throughput", *(argv or sys.argv[1:])])
     failed = 0
     for weights in options.formats:
-        part = Measurement(options.shape, weights, tuple(options.adapters), options.runs, options.json, given)
+        part = EngineRuns(options.shape, weights, tuple(options.adapters), options.runs, options.json, given)
         process = multiprocessing.get_context("spawn").Process(target=measure, args=(part,))
         process.start()
         process.join()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors import safe_open
 
-from deploy.evaluation.experiments.peers.vllm_throughput import Measurement, measure
+from deploy.evaluation.experiments.peers.vllm_throughput import EngineRuns, measure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(shape: Path, results: Path, adapters: tuple[int, ...], weights: str = "bfloat16") -> list[str]:
-    measure(Measurement(shape, weights, adapters, 2, results, "command"))
+    measure(EngineRuns(shape, weights, adapters, 2, results, "command"))
     found = json.loads(results.read_text(encoding="utf-8"))
     assert all(each["value"] > 0 and each["repeats"] == 2 for each in found)
     return [each["label"] for each in found]
