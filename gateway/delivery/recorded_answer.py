@@ -178,8 +178,7 @@ class RecordedAnswer:
             self._release(recorder, self.usage.total)
         else:
             # The client has received nothing but an error: its retry is a new request.
-            self._answers.forget_owner(recorder.owner)
-            self._answers.insist(lambda: self._drop(recorder))
+            self._answers.insist(lambda: self._drop(recorder), lambda: self._answers.forget_owner(recorder.owner))
 
     def _release(self, recorder: Recorder, charged: int) -> None:
         self._answers.insist(lambda: self._leave(recorder, charged), lambda: self._answers.forget_owner(recorder.owner))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.types import Admission, ErrorCode, RequestFailure
 from gateway.answer_records.records import Writing
 from gateway.endpoints.responses.route import adopt_responses
 from gateway.state.server import StateAwayError
@@ -220,4 +221,34 @@ async def test_an_adoption_without_an_answer_is_repeated(redis_process: RedisPro
         created = (await first.post("/v1/responses", {"model": "tiny", "input": "x", "background": True})).json()
         found = await completed(second, created["id"])
         assert found["output"][0]["content"][0]["text"] == TEXT
+        await close(first, second)
+
+
+async def test_a_post_that_joined_a_request_which_fails_does_not_take_its_record_over(
+    redis_process: RedisProcess,
+) -> None:
+    first, second = pair(redis_process.url, None)
+    body, headers = {name: value for name, value in BODY.items() if "stream" not in name}, {"idempotency-key": "k"}
+    has_answered = asyncio.Event()
+
+    async def late(method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        await has_answered.wait()
+        return await method(*arguments)
+
+    async with working(*first.state.background, *second.state.background):
+        failing = asyncio.create_task(first.post(CHAT, body, headers))
+        (request,) = await first.pipeline.submissions(1)
+        joined = asyncio.create_task(first.post(CHAT, body, headers))
+        await until(lambda: first.context.answers.followers._taken)
+        first_time(first, "drop", late)
+        for gateway in (first, second):
+            gateway.pipeline.script = says(*WORDS[:3])
+        first.pipeline.tell(Admission(request.request_id, 0, RequestFailure(ErrorCode.QUEUE_FULL, "full")))
+        assert (await failing).status_code == 429
+        # Long enough to take the record over, if it could.
+        await asyncio.wait([joined], timeout=1)
+        has_answered.set()
+        answers = [await joined, await second.post(CHAT, body, headers)]
+        assert answers[1].status_code == 200
+        assert len({answer.json()["id"] for answer in answers if answer.status_code == 200}) == 1
         await close(first, second)
