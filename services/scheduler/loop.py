@@ -429,7 +429,8 @@ class SchedulerLoop:
         self._step_cpu_s += time.thread_time() - started
         if result.partial:
             return
-        metrics.STEP_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
+        if not result.abandoned:
+            metrics.STEP_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
         metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids) + len(result.accepted_token_ids))
         if result.last:
             metrics.STEPS_TOTAL.inc()

@@ -539,10 +539,11 @@ class Rank:
             self._end_session(session, UnavailableError(f"the rank has failed: {result.error}"))
 
     def _count(self, result: StepResult) -> None:
-        self._finished_passes += 1
-        self.profiles.note_pass()
-        metrics.PASS_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
-        metrics.PASS_HOST_SECONDS.observe(result.host_us / 1e6)
+        if not result.abandoned:
+            self._finished_passes += 1
+            self.profiles.note_pass()
+            metrics.PASS_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
+            metrics.PASS_HOST_SECONDS.observe(result.host_us / 1e6)
         metrics.TOKENS_TOTAL.inc(len(result.token_ids))
         metrics.OPEN_ROWS.set(self._engine.open_rows)
 
