@@ -62,7 +62,7 @@ async def probe_adapters(scene: Scene) -> list[Finding]:
 async def _times(scene: Scene, names: list[str], rival: Disguise, entitled: Disguise) -> list[Finding]:
     """Compare the times of refusals of names that exist and of names that do not.
 
-    Each is asked for as often, since a name that was never asked for before takes longer, whatever it names. The
+    Each is asked for as often, since a name that was never asked for before takes longer in any case. The
     entitled tenant's key gets an answer for the former, which must be seen to take another time than a refusal.
     """
     groups, control = [], []

@@ -93,7 +93,7 @@ class HostPages:
         return self._holds_of.keys()
 
     def holds(self) -> Iterable[HostHold]:
-        """Return what holds copies; for audits."""
+        """Return the holds on copies; for audits."""
         return self._holds.keys()
 
     def counted_holds(self) -> Mapping[Node, int]:

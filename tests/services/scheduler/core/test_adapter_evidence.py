@@ -51,7 +51,7 @@ class Life:
         self.harness.audit()
 
     def found(self, tenant: str = "acme") -> dict[str, int]:
-        """Return what a new subject finds with each adapter and without; alone they are too few to share more."""
+        """Return the tokens that a new subject finds cached with each adapter and without; it promotes nothing."""
         return {name: self.ask(f"new-{next(self._numbers)}", name, tenant) for name in NAMES}
 
 

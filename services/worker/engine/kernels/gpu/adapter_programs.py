@@ -184,7 +184,7 @@ def _tokens(order, first, stop, ROWS: tl.constexpr, NARROW: tl.constexpr):
 
 @triton.jit
 def _parts(line, PARTS: tl.constexpr):
-    """Return what a line says about each of its parts: five numbers of the first one, of the second one, and so on."""
+    """Return the entries of a line: the five numbers of its first part, then those of the second one, and so on."""
     found = (tl.load(line + HEAD),)
     for column in tl.static_range(1, PARTS * OF_PART):
         found = found + (tl.load(line + HEAD + column),)  # type: ignore[assignment]  # noqa: RUF005  # Triton knows no stars
