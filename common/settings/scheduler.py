@@ -208,7 +208,7 @@ class DeviceTurnSettings(Section):
     """Seconds without any request after which a model gives up its turn if other models wait."""
     wake_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a model that cannot be woken loses its turn if other models wait."""
-    level: Literal[1, 2] = 1
+    level: int = Field(default=1, ge=1, le=2)
     """Level of sleep between turns. 1: weights are kept in host memory. 2: they are dropped, and read again."""
 
 

@@ -4,11 +4,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import BaseModel
 
 from common.errors import ConfigurationError
 from common.settings import Settings, load_settings, parse_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -147,3 +149,24 @@ def test_a_password_in_an_address_is_not_shown_in_the_error() -> None:
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse().scheduler.max_rows = 3  # type: ignore[misc]  # that it is refused is the point
+
+
+def test_every_default_may_be_given_as_a_flag_and_in_the_environment() -> None:
+    plain = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in scalar_defaults(Settings())
+    }
+    assert len(plain) > 120
+    assert parse(*(f"--{name}={value}" for name, value in plain.items())) == Settings()
+    environ = {f"PANDO_{name.upper().replace('.', '__')}": value for name, value in plain.items()}
+    assert parse(environ=environ) == Settings()
+
+
+def scalar_defaults(section: BaseModel, path: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Yield the full names and the defaults of all settings that are single values."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from scalar_defaults(value, f"{path}{name}.")
+        elif isinstance(value, bool | int | float | str):
+            yield f"{path}{name}", value
