@@ -157,9 +157,9 @@ def test_every_default_may_be_given_as_a_flag_and_in_the_environment() -> None:
         for name, value in scalar_defaults(Settings())
     }
     assert len(plain) > 120
-    assert parse(*(f"--{name}={value}" for name, value in plain.items())) == Settings()
+    assert parse(*(f"--{name}={value}" for name, value in plain.items())).model_dump() == Settings().model_dump()
     environ = {f"PANDO_{name.upper().replace('.', '__')}": value for name, value in plain.items()}
-    assert parse(environ=environ) == Settings()
+    assert parse(environ=environ).model_dump() == Settings().model_dump()
 
 
 def scalar_defaults(section: BaseModel, path: str = "") -> Iterator[tuple[str, bool | float | str]]:
