@@ -60,7 +60,7 @@ class EngineRuns:
 
 
 def measure(part: EngineRuns) -> None:
-    """Run the workload `runs` times and once before; print and write the output tokens per second."""
+    """Run the workload `runs` times and once before; print and write each figure as soon as there is one."""
     import vllm  # type: ignore[import-not-found]  # not in this environment
 
     described = json.loads((part.shape / "config.json").read_text(encoding="utf-8"))
@@ -95,18 +95,25 @@ def measure(part: EngineRuns) -> None:
             return tokens / (time.perf_counter() - started)
 
         counts = part.adapters or (0,)
-        rounds = [[run(count) for count in counts] for _ in range(1 + part.runs)]
-    for count, (first, *rates) in zip(counts, zip(*rounds, strict=True), strict=True):
-        name = f"{part.weights}, {count} adapters" if part.adapters else part.weights
-        counted = Spread.of(rates)
-        sys.stdout.write(f"{part.shape.name}, {name}: {counted.median:.0f} tok/s (first run {first:.0f})\n")
-        sys.stdout.flush()
-        if part.results is not None:
-            provenance = replace(Provenance.collect(()), command=part.command)
-            label = f"vllm {vllm.__version__}, {name}"
-            sheet = ResultSheet("w1", f"{part.shape.name} (dummy)", 1, provenance, label)
-            sheet.add_spread("output_throughput", counted, "tok/s")
-            write_results(part.results, sheet.results)
+        rates: dict[int, list[float]] = {count: [] for count in counts}
+        for number in range(1 + part.runs):
+            for count in counts:
+                rates[count].append(run(count))
+                if number:
+                    write(part, count, rates[count], vllm.__version__)
+
+
+def write(part: EngineRuns, count: int, rates: Sequence[float], version: str) -> None:
+    """Print and write the output tokens per second with so many adapters, without those of the first run."""
+    name = f"{part.weights}, {count} adapters" if part.adapters else part.weights
+    first, counted = rates[0], Spread.of(rates[1:])
+    sys.stdout.write(f"{part.shape.name}, {name}: {counted.median:.0f} tok/s (first run {first:.0f})\n")
+    sys.stdout.flush()
+    if part.results is not None:
+        provenance = replace(Provenance.collect(()), command=part.command)
+        sheet = ResultSheet("w1", f"{part.shape.name} (dummy)", 1, provenance, f"vllm {version}, {name}")
+        sheet.add_spread("output_throughput", counted, "tok/s")
+        write_results(part.results, sheet.results)
 
 
 def lora_requests(shape: Path, folder: Path, count: int) -> list[Any]:
