@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import socket
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
 import httpx
 import orjson
 
+from deploy.supervisor.layout import free_port
 from tests.e2e.processes import Processes
 from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 # Reads settings as `python -m gateway` does; its limits do not refill.
 GATEWAY = "tests.e2e.gateway_without_refill"
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class _End(asyncio.Protocol):
@@ -142,7 +136,7 @@ class TwoGateways:
 @asynccontextmanager
 async def two_gateways(directory: Path, limits_file: Path, **settings: object) -> AsyncIterator[TwoGateways]:
     """Run everything; `settings` are those of the section `gateway`. Both gateways are ready."""
-    ports, metrics_ports = [free_port(), free_port()], [free_port(), free_port()]
+    ports, metrics_ports = ([free_port("127.0.0.1") for _ in range(2)] for _ in range(2))
     processes = Processes(directory)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(pipeline_servers(directory))
