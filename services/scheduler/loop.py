@@ -26,6 +26,7 @@ from services.scheduler.defects import BrokenStates, begin_again
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
 from services.scheduler.group_roles import GroupRoles
+from services.scheduler.hand_back import HandBack
 from services.scheduler.memory_checks import MemoryChecks
 from services.scheduler.past_decisions import PastDecisions
 from services.scheduler.plan_pacing import PlanPacing
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
     from services.scheduler.remote_work import RemoteEncoders, RemotePrefills
 
 HOUSEKEEPING_INTERVAL_S = 0.25
-# Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
-# step are ready sooner, with the rows' order kept.
-HAND_BACK_S = 1.0
 # Messages to clients of a model that sleeps.
 TOO_MANY_WHILE_ASLEEP = "the model sleeps, and no further requests may wait for it; try again later"
 NOT_WOKEN = "the model slept, and was not woken in time; try again later"
@@ -128,9 +126,7 @@ class SchedulerLoop:
         )
         self._step_cpu_s = 0.0
         self._is_draining = False
-        # Since when the group has had no workers; tokenizers that could send requests to another group.
-        self._away_since: float | None = None
-        self._has_others: set[object] = set()
+        self._hand_back = HandBack(clock)
         self.timelines = Timelines()
         self.roles = GroupRoles(GroupRole(settings.role), settings.automatic_role, clock, self._audit)
         # Has prompts computed by other groups; None: it never does.
@@ -241,10 +237,7 @@ class SchedulerLoop:
 
     def note_others(self, tokenizer: object, *, serve: bool) -> None:
         """Record whether `tokenizer` could send requests to another group."""
-        if serve:
-            self._has_others.add(tokenizer)
-        else:
-            self._has_others.discard(tokenizer)
+        self._hand_back.note_others(tokenizer, serve=serve)
 
     def wish_role(self, wish: RoleWish) -> None:
         """Change the role of this group after a drain, if the settings let the load do so, and it is time."""
@@ -254,7 +247,7 @@ class SchedulerLoop:
     @property
     def has_others(self) -> bool:
         """Whether another group would serve requests now."""
-        return bool(self._has_others)
+        return self._hand_back.has_others
 
     def refuse_new(self) -> None:
         """Refuse new requests; open ones continue."""
@@ -459,8 +452,7 @@ class SchedulerLoop:
             self._log.warning("steps.shrunk", tokens=limits.tokens, rows=limits.rows, gave_up=not could_shrink)
         self.core.requeue_all()
         if is_silent:
-            self._away_since = self.now - HAND_BACK_S
-            self._hand_back(self.core)
+            self._hand_back.check(self.core, is_group_ready=self._is_group_ready, at_once=True)
         self._push()
 
     def on_choices_ended(self, ended: Iterable[EndedChoice]) -> None:
@@ -552,7 +544,7 @@ class SchedulerLoop:
             self._reload_limits(self.core)
             self.core.expire(self.now)
             self._expire_while_asleep(self.core)
-            self._hand_back(self.core)
+            self._hand_back.check(self.core, is_group_ready=self._is_group_ready)
             self._boundaries.pass_due()
             self._storage.advance(self._boundaries.epoch)
             self._push()
@@ -577,17 +569,6 @@ class SchedulerLoop:
             self._asleep_since = self.now
         error = UnavailableError(NOT_WOKEN, retry_after_ms=ASLEEP_RETRY_MS)
         core.expire_unstarted(self._asleep_since, self.now, self._settings.sleep.timeout_s, error)
-
-    def _hand_back(self, core: SchedulerCore) -> None:
-        """End all requests with a retryable error if the workers stay away and another group would serve them."""
-        if self._is_group_ready:
-            self._away_since = None
-            return
-        if self._away_since is None:
-            self._away_since = self.now
-        if self.has_others and self.now - self._away_since >= HAND_BACK_S and any(core.open_sequences):
-            self._log.warning("requests.handed_back", requests=sum(1 for _ in core.open_sequences))
-            core.fail_all(UnavailableError("the workers of this group are away", retry_after_ms=1000))
 
     def _reload_limits(self, core: SchedulerCore) -> None:
         if self._limits_file is None:

@@ -238,7 +238,7 @@ async def test_a_grammar_that_cannot_be_compiled_again_ends_its_requests_with_th
 async def test_without_workers_requests_are_handed_back_if_another_group_would_serve(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, *, others_serve: bool
 ) -> None:
-    monkeypatch.setattr("services.scheduler.loop.HAND_BACK_S", 0.5)
+    monkeypatch.setattr("services.scheduler.hand_back.HAND_BACK_S", 0.5)
     pipeline.workers[0].step_s = 0.2
     await pipeline.note_others(serve=others_serve)
     # Four rows run, one request waits.
@@ -331,7 +331,7 @@ async def test_requests_of_a_silent_rank_are_handed_back_at_once_if_another_grou
 ) -> None:
     monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
     # Requests of ranks whose links have broken would stay here, as the ranks return soon.
-    monkeypatch.setattr("services.scheduler.loop.HAND_BACK_S", 1_000_000.0)
+    monkeypatch.setattr("services.scheduler.hand_back.HAND_BACK_S", 1_000_000.0)
     pipeline = Pipeline(tmp_path)
     pipeline.workers[0].step_s = 0.1
     await pipeline.start()
