@@ -127,11 +127,6 @@ class Roles:
         return [self.prefill.worker.snapshots[slot] for slot in slots]
 
 
-@pytest.fixture
-def keyring(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.db"
-
-
 def storage_with(keyring: Path, tokens: int, user: str = "alice") -> Objects:
     """Return a storage with the first `tokens` tokens of the prompt, as a user had them computed."""
     objects: Objects = {}

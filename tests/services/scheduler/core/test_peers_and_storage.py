@@ -75,11 +75,6 @@ def storage_with(keyring: Path, tokens: int) -> Objects:
     return objects
 
 
-@pytest.fixture
-def keyring(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.db"
-
-
 def test_pages_of_a_peer_are_stored_and_found_after_a_restart_by_the_same_user_only(keyring: Path) -> None:
     """The peer may have no storage, or lose its pages before it has stored them."""
     objects: Objects = {}

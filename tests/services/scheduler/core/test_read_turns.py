@@ -6,7 +6,6 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from common.errors import UnavailableError
@@ -16,30 +15,19 @@ from services.scheduler.cache.node import Node
 from services.scheduler.cache.sharing.merging import compress_chains
 from services.scheduler.cache.tiers.ledger import Patience
 from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S, Fetch
-from tests.services.scheduler.core.harness import make_request, with_options
+from tests.services.scheduler.core.harness import make_request
+from tests.services.scheduler.core.read_turns import advance, host_of, submitted, with_no_row
 from tests.services.scheduler.core.test_storage import PROMPT, WAIT
 from tests.services.scheduler.core.test_stored_snapshots import DEPTHS, INTERVAL, PAGE_SIZE, copies_of, hybrid
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from common.steps import PageIds
-    from services.scheduler.cache.tiers.host_tier import HostTier
     from tests.fakes.storing_worker import Objects
     from tests.services.scheduler.core.test_storage import Server
 
 CHATS = 12
 ROOMY = {"host_pages": 1024, "host_snapshots": 512, "pages": 512, "snapshots": 256, "max_context": 256}
-
-
-@pytest.fixture
-def keyring(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.db"
-
-
-def host_of(server: Server) -> HostTier:
-    assert server.cache.host is not None
-    return server.cache.host
 
 
 def chats_of(keyring: Path, objects: Objects, random: Random) -> dict[str, tuple[list[int], int]]:
@@ -113,44 +101,6 @@ def test_a_prompt_that_found_more_than_the_host_has_is_computed(keyring: Path) -
     # Nothing but the first page, which shows that there may be more.
     assert small.storage.fetched_pages == 1
     assert hybrid(keyring, objects, host_pages=12).serve("read") == DEPTHS[-1] * PAGE_SIZE
-
-
-def submitted(
-    server: Server,
-    user: str,
-    prompt: list[int] = PROMPT,
-    name: str | None = None,
-    *,
-    tenant: str = "tenant",
-    is_batch: bool = False,
-    timeout_ms: int | None = None,
-) -> Fetch:
-    core, name = server.harness.core, name or user
-    request = make_request(name, prompt, user=user, tenant=tenant, max_tokens=2, timeout_ms=timeout_ms)
-    core.submit(with_options(request, is_batch=is_batch), server.harness.now)
-    sequence = core.leader_of(RequestId(name))
-    assert sequence is not None
-    assert sequence.fetch is not None
-    return sequence.fetch
-
-
-def advance(server: Server, steps: int = 12) -> None:
-    """Go on for so many steps, more than a prompt needs that need not wait."""
-    for _ in range(steps):
-        server.harness.plan()
-        server.harness.result()
-        server.harness.complete_all()
-
-
-def with_no_row(keyring: Path, *stored: tuple[str, list[int]]) -> Server:
-    """Return a server whose one row is taken, above storage with these prompts of users, with room for one turn."""
-    objects: Objects = {}
-    for user, prompt in stored:
-        hybrid(keyring, objects).serve(user, prompt, user=user)
-    server = hybrid(keyring, objects, host_pages=20, max_rows=1)
-    server.harness.core.submit(make_request("long", [1, 2, 3], user="carol", max_tokens=100), 0.0)
-    advance(server, 2)
-    return server
 
 
 def held_up(keyring: Path) -> tuple[Server, Fetch, Fetch]:
@@ -408,144 +358,6 @@ def test_a_load_waits_for_a_slot_of_the_device_as_long_as_transfers_are_open_tha
     assert harness.cached["warm", 0] == DEPTHS[-1] * PAGE_SIZE
     for slot in slots:
         pool.cancel(slot)
-    server.finish()
-
-
-def filled(host: HostTier) -> PageIds:
-    """Take all of the host's pages that are free or can be evicted, as if transfers were open that need them."""
-    room = host.pages.allocator.free_pages + host.pages.evictable
-    pages = host.pages.try_allocate(room)
-    assert pages is not None
-    return pages
-
-
-@pytest.mark.parametrize("ends", ["start", "room", "no room"])
-def test_a_first_page_without_room_waits_for_the_turns_of_others_and_no_longer(keyring: Path, ends: str) -> None:
-    server = with_no_row(keyring, ("alice", PROMPT), ("bob", PROMPT), ("dora", PROMPT))
-    host, core = host_of(server), server.harness.core
-    first, found = submitted(server, "alice"), submitted(server, "bob")
-    advance(server)
-    taken = filled(host)
-    refused = submitted(server, "dora")
-    advance(server)
-    assert (first.is_done, found.awaits_turn, refused.waits_before_turns) == (True, True, True)
-    match ends:
-        case "start":
-            # The turns of others may end by themselves meanwhile.
-            server.harness.now += LONGEST_HOLD_S
-            core.abort(RequestId("bob"))
-            host.pages.allocator.release(taken)
-            advance(server)
-            assert refused.is_done
-        case "room":
-            host.pages.allocator.release(taken)
-            advance(server)
-            assert refused.awaits_turn
-        case "no room":
-            # Without others that wait for a turn, too, this one ends.
-            core.abort(RequestId("bob"))
-            server.harness.now += LONGEST_HOLD_S
-            advance(server)
-            server.harness.now += LONGEST_HOLD_S
-            advance(server)
-            assert first.turn is None
-            host.pages.allocator.release(taken)
-    server.finish()
-    assert ("dora", 0) in server.harness.cached
-
-
-def test_later_lookups_get_no_turn_before_a_first_page_without_room(keyring: Path) -> None:
-    server = with_no_row(keyring, ("alice", PROMPT), ("bob", PROMPT), ("dora", PROMPT))
-    host = host_of(server)
-    submitted(server, "alice")
-    advance(server)
-    taken = filled(host)
-    refused = submitted(server, "bob")
-    advance(server)
-    assert refused.waits_before_turns
-    # One that has its first page.
-    later = submitted(server, "dora")
-    host.pages.allocator.release(taken[:1])
-    refused.prefetch._next, kept = [], refused.prefetch._next
-    advance(server)
-    refused.prefetch._next = kept
-    assert later.awaits_turn
-    server.harness.core.abort(RequestId("alice"))
-    taken = np.concatenate([taken[1:], filled(host)])
-    server.harness.plan()
-    assert later.awaits_turn
-    host.pages.allocator.release(taken)
-    server.finish()
-
-
-def refused_beside_a_turn(keyring: Path) -> tuple[Server, Fetch, PageIds]:
-    """Return a server without room, a lookup of a prompt of which it has three pages, and what takes the room.
-
-    These pages are all that can be evicted, but the others are to be attached to them. The lookup has no turn yet; a
-    request that came before it has one, and has all that it asked for.
-    """
-    server = with_no_row(keyring, ("alice", PROMPT[:13]), ("dora", PROMPT))
-    pages = host_of(server).pages
-    account = server.cache.store.accounts.owner(("tenant", "dora", ""))
-    first = pages.try_allocate(3)
-    assert first is not None
-    key = np.array(PROMPT[:12], np.int32).tobytes()
-    node = server.cache.store.attach_on_host(server.cache.store.tree.root, account, key, first)
-    pages.allocator.release(first)
-    hold = pages.hold(node)
-    in_turn = submitted(server, "alice", PROMPT[:13])
-    advance(server)
-    assert (in_turn.is_done, in_turn.turn is None) == (True, False)
-    taken = filled(host_of(server))
-    pages.release(hold)
-    refused = submitted(server, "dora")
-    assert server.storage.has_work(server.harness.now)
-    server.harness.plan()
-    assert refused.waits_before_turns
-    assert (pages.allocator.free_pages, pages.evictable) == (0, 3)
-    return server, refused, taken
-
-
-def test_a_first_page_without_room_asks_for_no_plan_until_it_has_some(keyring: Path) -> None:
-    server, refused, taken = refused_beside_a_turn(keyring)
-    storage, pages = server.storage, host_of(server).pages
-    assert not storage.has_work(server.harness.now)
-    pages.allocator.release(taken[:1])
-    assert storage.has_work(server.harness.now)
-    advance(server)
-    assert refused.prefetch.position > refused.prefetch.first
-    # The content of its first pages is nowhere.
-    server.harness.core.abort(RequestId("dora"))
-    pages.allocator.release(taken[1:])
-    server.finish()
-
-
-def test_a_first_page_without_room_is_given_up_when_no_turn_is_left(keyring: Path) -> None:
-    server, refused, taken = refused_beside_a_turn(keyring)
-    pages = host_of(server).pages
-    server.harness.core.abort(RequestId("alice"))
-    [beginning] = [node for node, _ in server.cache.store.tree.walk() if node.owner_id[1] == "dora"]
-    hold = pages.hold(beginning)
-    others = pages.try_allocate(3)
-    pages.release(hold)
-    assert others is not None, "what the turn held"
-    assert server.storage.has_work(server.harness.now)
-    advance(server)
-    assert refused.is_done
-    pages.allocator.release(np.concatenate([taken, others]))
-    server.finish()
-
-
-def test_a_first_page_without_room_is_given_up_when_the_pages_before_it_are_gone(keyring: Path) -> None:
-    server, refused, taken = refused_beside_a_turn(keyring)
-    pages = host_of(server).pages
-    assert not server.storage.has_work(server.harness.now)
-    others = pages.try_allocate(3)
-    assert others is not None
-    assert server.storage.has_work(server.harness.now)
-    advance(server)
-    assert refused.is_done
-    pages.allocator.release(np.concatenate([taken, others]))
     server.finish()
 
 

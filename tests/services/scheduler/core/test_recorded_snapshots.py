@@ -19,7 +19,7 @@ from services.scheduler.core.queue import QueueOrder
 from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.core.harness import Arrival, Harness, make_request
-from tests.services.scheduler.core.test_read_turns import advance, submitted
+from tests.services.scheduler.core.read_turns import advance, submitted
 from tests.services.scheduler.core.test_row_snapshots import SnapshotMachine
 from tests.services.scheduler.core.test_storage import WAIT
 from tests.services.scheduler.core.test_stored_snapshot_properties import StoredSnapshotMachine

@@ -93,11 +93,6 @@ class Server:
         return [transfer.direction for plan in self.harness.plans for transfer in plan.transfers]
 
 
-@pytest.fixture
-def keyring(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.db"
-
-
 def test_stored_pages_are_found_at_another_server_by_the_same_user_only(keyring: Path) -> None:
     objects: Objects = {}
     first = Server(keyring, objects)

@@ -31,11 +31,6 @@ PAGE_SIZE, INTERVAL = 4, 3
 DEPTHS = (3, 6, 9, 11)
 
 
-@pytest.fixture
-def keyring(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.db"
-
-
 def hybrid(keyring: Path, objects: Objects, **options: object) -> Server:
     fields = {"host_snapshots": 32, "snapshots": 32, "interval": INTERVAL, **options}
     return Server(keyring, objects, **fields)  # type: ignore[arg-type]  # whatever a test wants to change
