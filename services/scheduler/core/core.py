@@ -456,6 +456,7 @@ class SchedulerCore:
         self._results.apply(result, self._finish)
         if not result.partial:
             self._suspects.note_pass()
+            self._billing.note_pass(result)
         if result.last:
             self._in_flight.popleft()
             self.finished_steps += 1
@@ -486,6 +487,7 @@ class SchedulerCore:
             self.milestones.note(MilestoneKind.RETRACTED, sequence)
         self._tenancy.forget_all()
         self._results.forget_all()
+        self._billing.lose_plans()
         self.sessions.lose_pins()
         self.exports.lose_all()
         self.memory.forget_all()

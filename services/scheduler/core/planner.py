@@ -164,7 +164,7 @@ class Planner:
         if states is not None:
             states.plan_decoding(self._rows, decoding, before)
         if self._refused is not None and self._billing.counters is not None:
-            self._billing.charge_idle_rows(self._refused, self._idle_rows(self._refused) * steps)
+            self._billing.charge_idle_rows(self._refused, self.next_step, self._idle_rows(self._refused), steps)
         closes, replacements = self._tenancy.take_changes()
         step_id = self.next_step
         self._next_step += 1

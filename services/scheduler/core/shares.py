@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.limits import TenantLimits
-    from common.types import RequestOptions, Subject
+    from common.steps import StepResult
+    from common.types import RequestOptions, StepId, Subject
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
@@ -237,7 +238,7 @@ class VirtualCounters:
         self._forget(self._tenants.exit(subject.tenant))
 
     def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Charge computed prompt tokens (negative: refund those that were not computed after all) and output tokens."""
+        """Charge prompt tokens and output tokens; negative: refund those that were not computed after all."""
         amount = prompt_tokens + self._config.output_weight * output_tokens
         self._level(subject.tenant).charge(subject.name, amount / self.weight_of_subject(subject))
         self._forget(self._tenants.charge(subject.tenant, amount / self.weight_of_tenant(subject.tenant)))
@@ -268,14 +269,24 @@ class VirtualCounters:
             del self._left[oldest], self._subjects[oldest]
 
 
+@dataclass(slots=True)
+class _IdleRows:
+    """The rows that a refused sequence leaves idle in each pass of a plan in flight, and the passes that are left."""
+
+    sequence: Sequence
+    rows: int
+    passes: int
+
+
 class Billing:
     """Charges prompts at their start, for tokens not cached in their own view, and output as it is generated.
 
     Prompts that another group computes are charged when device pages are reserved for them.
 
     Images are charged when they are encoded, too: a token for each of their embeddings. A retraction charges nothing
-    again, and a choice that ends before its prompt is computed is refunded the rest. Without counters every call is a
-    no-op.
+    again, and a choice that ends before its prompt is computed is refunded the rest. A sequence that waits for memory
+    is charged for idle rows of a plan when that is sent, and refunded those of passes that did not run. Without
+    counters every call is a no-op.
     """
 
     def __init__(
@@ -285,6 +296,8 @@ class Billing:
         self._rows = rows
         self.counters = counters
         self._batch_counters = batch_counters
+        # Those charged for the plans in flight.
+        self._idle_rows: dict[StepId, _IdleRows] = {}
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Charge a part of a waiting sequence's prompt for which device pages are reserved."""
@@ -333,15 +346,35 @@ class Billing:
             if counters is not None:
                 counters.charge(subject, output_tokens=tokens)
 
-    def charge_idle_rows(self, sequence: Sequence, tokens: int) -> None:
-        """Charge a waiting sequence for `tokens` that other subjects could have generated in the pages kept for it.
+    def charge_idle_rows(self, sequence: Sequence, step_id: StepId, rows: int, passes: int) -> None:
+        """Charge a waiting sequence for tokens that other subjects could have generated in the pages kept for it.
 
-        So a prompt that needs most of the memory delays other tenants, and other subjects of its own tenant, only for
-        its share of the time.
+        They would have run in `rows` rows for all passes of the plan `step_id`; see `note_pass`. So a prompt that needs
+        most of the memory delays other tenants, and other subjects of its own tenant, only for its share of the time.
         """
         counters = self._counters_of(sequence)
-        if counters is not None and tokens:
-            counters.charge(sequence.request.view.subject, output_tokens=tokens)
+        if counters is not None and rows:
+            counters.charge(sequence.request.view.subject, output_tokens=rows * passes)
+            self._idle_rows[step_id] = _IdleRows(sequence, rows, passes)
+
+    def note_pass(self, result: StepResult) -> None:
+        """Take note of the result of a pass; with the last one of a plan, refund idle rows of passes that did not run.
+
+        The passes were left out for a prompt or abandoned, or all rows had stopped before them.
+        """
+        idle = self._idle_rows.get(result.step_id)
+        if idle is None:
+            return
+        if not result.abandoned:
+            idle.passes -= 1
+        if result.last:
+            self._refund(self._idle_rows.pop(result.step_id))
+
+    def lose_plans(self) -> None:
+        """Refund idle rows of the passes in flight, as the workers that had them are gone."""
+        for idle in self._idle_rows.values():
+            self._refund(idle)
+        self._idle_rows.clear()
 
     def leave(self, sequence: Sequence, *, for_good: bool) -> None:
         """Charge the remaining output of a sequence that is about to lose its row.
@@ -358,6 +391,11 @@ class Billing:
         missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
         if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
             counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
+
+    def _refund(self, idle: _IdleRows) -> None:
+        counters = self._counters_of(idle.sequence)
+        if counters is not None and idle.passes:
+            counters.charge(idle.sequence.request.view.subject, output_tokens=-idle.rows * idle.passes)
 
     def _counters_of(self, sequence: Sequence) -> VirtualCounters | None:
         return self._batch_counters if sequence.is_batch else self.counters

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
-from common.types import CacheMode, Subject
+import pytest
+
+from common.steps import StepResult
+from common.types import CacheMode, StepId, Subject
+from services.scheduler.core.rows import RowSlots
+from services.scheduler.core.shares import Billing, ShareConfig, VirtualCounters
 from tests.services.scheduler.core.harness import Harness, make_request
 
 PROMPT = [(7 * position) % 800 + 10 for position in range(24)]
@@ -94,6 +100,49 @@ def test_lost_workers_are_not_the_users_fault() -> None:
     harness.lose_workers()
     harness.run()
     assert charged(harness, "alice") == 24 + 2 * output_of(harness, "one")
+
+
+@pytest.mark.parametrize("passes", [0, 3])
+def test_idle_rows_are_not_charged_for_passes_that_were_lost_with_the_workers(passes: int) -> None:
+    harness = make(pages=24, max_rows=2, max_step_tokens=128, target_plan_s=1.0)
+    harness.core.submit(make_request("one", PROMPT, max_tokens=60), 0.0)
+    for _ in range(4):
+        harness.plan()
+        harness.result()
+    harness.plan()
+    while harness.core.in_flight > 1:
+        assert harness.result()
+    # The pages that are free are kept for the first, and the second could run in them.
+    harness.core.submit(make_request("large", [500, *range(70)], user="large"), 0.0)
+    harness.core.submit(make_request("small", [501, *PROMPT[:3]], user="small", max_tokens=4), 0.0)
+    harness.plan()
+    steps = harness.plans[-1].steps
+    assert steps > passes
+    assert charged(harness, "large") == 2 * steps
+    while harness.core.in_flight > 1:
+        assert harness.result()
+    for _ in range(passes):
+        assert harness.result()
+    harness.lose_workers()
+    assert charged(harness, "large") == 2 * passes
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_idle_rows_are_not_charged_for_passes_after_all_rows_have_stopped(*, is_batch: bool) -> None:
+    interactive, batches = VirtualCounters(ShareConfig()), VirtualCounters(ShareConfig())
+    billing, subject = Billing(RowSlots(4, 64, 4), interactive, batches), Subject("tenant", "large")
+    refused = MagicMock(is_batch=is_batch)
+    refused.request.view.subject = subject
+    for counters in (interactive, batches):
+        counters.enter(subject)
+    billing.charge_idle_rows(refused, StepId(5), 3, 8)
+    for substep in range(2):
+        billing.note_pass(StepResult(StepId(5), substep, last=substep == 1))
+    served = [0, 2 * 3 * 2] if is_batch else [2 * 3 * 2, 0]
+    assert [counters.of_subject(subject) for counters in (interactive, batches)] == served
+    # There is nothing left to be refunded.
+    billing.lose_plans()
+    assert [counters.of_subject(subject) for counters in (interactive, batches)] == served
 
 
 def test_without_the_cache_the_whole_prompt_is_charged() -> None:

@@ -185,6 +185,37 @@ def test_a_prompt_waits_for_queued_prompts() -> None:
     assert harness.outputs["r3", 0] == expected(3)
 
 
+@pytest.mark.parametrize("passes", [0, 3, MAX_STEPS])
+def test_a_request_without_memory_pays_for_idle_rows_only_in_passes_that_have_run(passes: int) -> None:
+    harness = ShorteningHarness(policy="fair", pages=24, max_rows=2)
+    harness.core.submit(request_of(0), 0.0)
+    harness.decode()
+    large = make_request("large", prompt_of(1, 70), user="large")
+    assert harness.counters is not None
+    harness.core.submit(large, 0.0)
+    # It could run in the free row, in the pages that are kept for the other one.
+    harness.core.submit(make_request("small", prompt_of(2, 4), user="small"), 0.0)
+    harness.plan()
+    charged = harness.plans[-1]
+    assert (charged.steps, charged.can_shorten, charged.opens) == (MAX_STEPS, True, ())
+    assert harness.counters.of_subject(large.view.subject) == 2 * MAX_STEPS
+    while harness.core.in_flight > 1:
+        assert harness.result()
+    for _ in range(passes):
+        assert harness.result()
+    harness.plan()
+    following = harness.plans[harness.plans.index(charged) + 1]
+    assert [opened.request_id for opened in following.opens] == ["small"]
+    assert harness.result()
+    assert [(result.step_id, result.substep) for result in harness.left_out] == [
+        (charged.step_id, substep) for substep in [passes] if substep < MAX_STEPS
+    ]
+    assert harness.counters.of_subject(large.view.subject) == 2 * passes
+    harness.run()
+    assert harness.outputs["large", 0]
+    harness.audit()
+
+
 class ConstantGuesses:
     """Guesses the same wrong token again and again."""
 
