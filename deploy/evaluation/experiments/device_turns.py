@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TOKENS = 32
-PROMPT_TOKENS = 64
+# Less than a page, so that nothing is found in the cache: a hit divides a prompt otherwise, and changes rounding.
+PROMPT_TOKENS = 12
 # Token ids of prompts are within every vocabulary.
 SMALLEST_VOCABULARY = 256
 # For stopping.
