@@ -286,8 +286,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Those whose layers are more than Llama's, which two ranks compute, and the back end of each.
+# Those that two ranks compute, and the back end of each.
 SHARED = {
+    "llama": "compiled",
+    "llama tied": "torch",
+    "llama biased": "compiled",
+    "llama3": "torch",
+    "llama linear": "compiled",
+    "smol": "torch",
+    "mistral": "torch",
+    "mistral windowed": "compiled",
+    "qwen3": "compiled",
+    "yarn": "torch",
     "qwen3 moe partly dense": "compiled",
     "gemma3": "torch",
     "qwen2 windowed": "compiled",
@@ -301,18 +311,23 @@ SHARED = {
     "phi4": "torch",
     "granite": "torch",
     "granite moe": "compiled",
+    "granite moe shared": "torch",
     "olmo2": "compiled",
     "olmo2 of one KV head": "torch",
+    "olmo3": "compiled",
     "glm": "torch",
     "glm4": "compiled",
     "glm4 moe": "compiled",
     "ernie biased": "torch",
+    "seed oss": "torch",
+    "seed oss biased": "compiled",
     "smollm3": "compiled",
     "smollm3 windowed": "torch",
     "gpt-oss": "torch",
     "deepseek v2 lite": "compiled",
     "deepseek v3": "torch",
     "qwen3 next": "compiled",
+    "qwen3 next of dense layers": "torch",
     "qwen3.5": "compiled",
     "qwen3.5 moe": "torch",
     "llama4": "compiled",

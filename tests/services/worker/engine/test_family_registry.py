@@ -45,9 +45,18 @@ def test_what_runs_through_transformers_has_no_implementation(name: str) -> None
     assert family is None or not family.covers(config)
 
 
-def test_mixtures_run_on_two_ranks() -> None:
-    assert set(SHARED) <= set(FAMILIES)
-    assert len([each for each in SHARED if "moe" in each]) >= 4
+def test_every_family_runs_on_two_ranks() -> None:
+    assert {model_type for model_type, _ in map(kind_of, SHARED)} == set(families_by_name())
+
+
+def test_families_with_and_without_experts_run_on_two_ranks_as_both() -> None:
+    assert set(map(kind_of, SHARED)) == set(map(kind_of, FAMILIES))
+
+
+def kind_of(variant: str) -> tuple[str, bool]:
+    """Return a tiny model's `model_type`, and whether it has experts."""
+    name, options = FAMILIES[variant]
+    return config_class(name).model_type, any(options.get(each) for each in options if each.endswith("_experts"))
 
 
 def test_a_wrapper_is_no_family_of_its_own() -> None:
