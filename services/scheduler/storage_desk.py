@@ -142,6 +142,7 @@ class Keyring:
         self._cached: dict[Scope, ScopeKeys] = {}
         # New seeds that could not be written yet, by tag of the scope.
         self._unwritten: dict[bytes, bytes] = {}
+        self._is_together = False
         try:
             self._file = _open(path, secret)
         except (OSError, ValueError) as error:
@@ -158,6 +159,19 @@ class Keyring:
                 self._cached.clear()
             self._cached[scope] = keys
         return keys.of_pages(hashes)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Write the seeds of all subjects that are new within the context at its end, as each write waits for the disk.
+
+        If that fails, their keys last as long as this process.
+        """
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = False
+            self._commit()
 
     def revoke(self, scope: Scope = PUBLIC_SCOPE) -> None:
         """Replace the seed of `scope`, which also revokes all other scopes of the same subject."""
@@ -193,11 +207,22 @@ class Keyring:
         if tag in self._unwritten:
             return self._unwritten[tag]
         try:
-            return _seed_in(self._file.database, tag)
+            return _seed_in(self._file.database, tag, is_together=self._is_together)
         except sqlite3.Error:
             self._log.exception("keyring.unusable", path=str(self._path))
             # Pages stored under it cannot be found once this process has ended.
             return secrets.token_bytes(KEY_BYTES)
+
+    def _commit(self) -> None:
+        database = self._file.database
+        if not database.in_transaction:
+            return
+        try:
+            database.execute("COMMIT")
+        except sqlite3.Error:
+            self._log.exception("keyring.unusable", path=str(self._path))
+            with contextlib.suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
 
     def _write_revocations(self) -> None:
         try:
@@ -267,11 +292,13 @@ def _check_or_make_tables(database: sqlite3.Connection) -> None:
     database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
 
 
-def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes:
-    """Return the seed of a tag; create it if there is none."""
+def _seed_in(database: sqlite3.Connection, tag: bytes, *, is_together: bool = False) -> bytes:
+    """Return the seed of a tag; create it if there is none, in a transaction that stays open if `is_together`."""
     query = "SELECT seed FROM seeds WHERE scope = ?"
     found = database.execute(query, (tag,)).fetchone()
     if found is None:
+        if is_together and not database.in_transaction:
+            database.execute("BEGIN IMMEDIATE")
         # If another process inserts one at the same time, the first of the two is kept.
         database.execute("INSERT OR IGNORE INTO seeds VALUES (?, ?)", (tag, secrets.token_bytes(KEY_BYTES)))
         found = database.execute(query, (tag,)).fetchone()

@@ -6,6 +6,7 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.errors import ConfigurationError
 from services.scheduler.cache.types import PUBLIC_SCOPE
@@ -35,6 +36,48 @@ def test_seeds_are_made_once_and_kept_from_others(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in path.parent.iterdir())
+
+
+def writes_to(path: Path) -> int:
+    """Return how many transactions have written to the file, which SQLite counts in its header."""
+    return int.from_bytes(path.read_bytes()[24:28])
+
+
+def test_seeds_of_many_new_subjects_are_written_together(path: Path) -> None:
+    keyring = Keyring(path)
+    subjects = [("t", f"user {number}") for number in range(20)]
+    old = keyring.keys(subjects[0], CHAIN)
+    before = writes_to(path)
+    with keyring.together():
+        keys = [keyring.keys(subject, CHAIN) for subject in subjects]
+        assert writes_to(path) == before
+    assert writes_to(path) == before + 1
+    assert keys[0] == old
+    assert [Keyring(path).keys(subject, CHAIN) for subject in subjects] == keys
+    # Without new ones nothing is written, and others may write.
+    with capture_logs() as entries, keyring.together():
+        assert [keyring.keys(subject, CHAIN) for subject in subjects] == keys
+        other = Keyring(path).keys(BOB, CHAIN)
+    assert not entries
+    assert writes_to(path) == before + 2
+    assert keyring.keys(BOB, CHAIN) == other
+    keyring.keys(ANN, CHAIN)
+    assert writes_to(path) == before + 3
+
+
+def test_seeds_that_cannot_be_written_together_last_as_long_as_the_process(path: Path) -> None:
+    keyring = Keyring(path)
+    reading = sqlite3.connect(path, isolation_level=None)
+    reading.execute("BEGIN")
+    reading.execute("SELECT seed FROM seeds").fetchall()
+    with keyring.together():
+        keys = keyring.keys(ANN, CHAIN)
+    assert keyring.keys(ANN, CHAIN) == keys
+    reading.execute("ROLLBACK")
+    assert Keyring(path).keys(ANN, CHAIN) != keys
+    with keyring.together():
+        later = keyring.keys(BOB, CHAIN)
+    assert Keyring(path).keys(BOB, CHAIN) == later
 
 
 def test_two_keyring_files_have_no_keys_in_common(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the end.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -28,6 +29,7 @@ from services.scheduler.cache.types import CandidateId, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
 
     from common.types import TokenIds
     from services.scheduler.cache.debug.decisions import Decision, Facts
@@ -321,6 +323,9 @@ class _NoNames:
 
     def revoke(self, scope: Scope) -> None:
         """Do nothing."""
+
+    def together(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _open(facts: Facts, at: int) -> _Run:

@@ -10,6 +10,7 @@ from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from services.scheduler.cache.object_keys import ObjectKeys
     from services.scheduler.cache.types import Scope
@@ -105,6 +106,9 @@ class PageNames(Protocol):
     def revoke(self, scope: Scope) -> None:
         """Make all stored pages of `scope`, and of other views of the same subject, unreadable."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context for calls of `keys`, in which new subjects get theirs at less cost than one by one."""
+
 
 class CommonNames:
     """Names of pages that a cache in mode SHARED stores: in other modes, its one view must not count as public."""
@@ -117,3 +121,6 @@ class CommonNames:
 
     def revoke(self, _scope: Scope) -> None:
         self._names.revoke(_COMMON_SCOPE)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._names.together()

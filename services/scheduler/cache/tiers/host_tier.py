@@ -127,7 +127,7 @@ class HostTier:
         if self.storage is None or not self.storage.has_work(now):
             return []
         with self._operation("plan_storage", {"now": now}) as outcome:
-            started = list(self.storage.plan(now))
+            started = self.storage.plan(now)
             outcome["transfers"] = [_facts(transfer) for transfer in started]
         return started
 

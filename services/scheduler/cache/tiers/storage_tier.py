@@ -128,8 +128,12 @@ class StorageTier:
         """Whether `plan` has transfers to start, now or when there is room."""
         return self._writes.has_work or self._reads.has_work(now)
 
-    def plan(self, now: float) -> Iterable[Transfer]:
+    def plan(self, now: float) -> list[Transfer]:
         """Start the transfers that there is room for: reads, then writes."""
+        with self._names.together():
+            return list(self._begin(now))
+
+    def _begin(self, now: float) -> Iterable[Transfer]:
         for transfer in self._reads.plan(self._window - self.reading_pages, now):
             self.reading_pages += self._weight(transfer)
             yield transfer

@@ -104,6 +104,20 @@ def test_stored_pages_are_found_at_another_server_by_the_same_user_only(keyring:
     assert second.storage.fetched_pages == 11
 
 
+def test_lookups_of_many_new_users_in_one_plan_cost_one_write_of_the_keyring(keyring: Path) -> None:
+    """Each write waits for the disk, and all requests for the scheduler."""
+    server, users = Server(keyring, {}), [f"user{number}" for number in range(10)]
+    for user in users:
+        server.harness.core.submit(make_request(user, PROMPT, user=user, max_tokens=2), 0.0)
+    # SQLite counts the transactions that write in the header of the file.
+    before = keyring.read_bytes()[24:28]
+    server.harness.plan()
+    assert [len(plan.transfers) for plan in server.harness.plans] == [len(users)]
+    assert int.from_bytes(keyring.read_bytes()[24:28]) == int.from_bytes(before) + 1
+    server.finish()
+    assert set(server.harness.cached) == {(user, 0) for user in users}
+
+
 def test_after_a_restart_of_everything_the_prefix_is_still_there(keyring: Path) -> None:
     objects: Objects = {}
     server = Server(keyring, objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ from tests.services.scheduler.core.test_host_tier_properties import HostTierMach
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from services.scheduler.cache.object_keys import ObjectKeys
     from services.scheduler.cache.types import Scope
@@ -34,6 +36,9 @@ class Names:
 
     def revoke(self, scope: Scope) -> None:
         self._generations[scope] += 1
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class StorageMachine(HostTierMachine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.factory import CacheName
@@ -40,6 +42,9 @@ class SharedNames:
 
     def revoke(self, scope: Scope) -> None:
         self.generations[scope[:2]] += 1
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Group(Driver):
