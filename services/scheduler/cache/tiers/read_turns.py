@@ -8,11 +8,12 @@ found beside the turns of others, and is never without room for all of it, so tu
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.state_snapshots import SnapshotEntry, StateSnapshots
@@ -86,6 +87,25 @@ class ReadTurns:
         return [] if all(entry.readers for entry in snapshots) else ["a snapshot of a turn can be evicted"]
 
 
+class Waits(Protocol):
+    """A lookup that waits for a turn. Its number says how many came before it."""
+
+    @property
+    def scope(self) -> Scope:
+        """The view that it is for."""
+
+    @property
+    def number(self) -> int:
+        """Sequential number."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is for a batch."""
+
+
+W = TypeVar("W", bound=Waits)
+
+
 class TurnOrder:
     """Whose turn is next: lookups are numbered as they begin, and the lowest place comes first.
 
@@ -102,13 +122,34 @@ class TurnOrder:
         """Return the number of tenants and subjects that are remembered."""
         return len(self._last)
 
-    def place(self, scope: Scope, number: int, *, is_batch: bool) -> tuple[bool, int, int]:
-        """Return the place of the lookup with this number, of a view; those of batches come last."""
-        last = self._last
-        return is_batch, max(number, last.get(scope[:1], 0)), max(number, last.get(scope[:2], 0))
+    def by_place(self, waiting: Iterable[W]) -> Iterator[W]:
+        """Yield lookups by their places, which are those after the turns that are noted meanwhile.
 
-    def note(self, scope: Scope, following: int, present: Iterable[Scope]) -> None:
-        """Note that a view's turn begins before the lookup `following`; those of `present` views have begun."""
+        Each is placed once when it comes first, and again if a turn has been noted for its tenant: a few times, however
+        many turns begin.
+        """
+        heap = [(self.place(each), each.number, each) for each in waiting]
+        heapq.heapify(heap)
+        while heap:
+            place, number, first = heap[0]
+            later = self.place(first)
+            if later > place:
+                heapq.heapreplace(heap, (later, number, first))
+            else:
+                heapq.heappop(heap)
+                yield first
+
+    def place(self, waiting: Waits) -> tuple[bool, int, int]:
+        """Return the place of a lookup; those of batches come last."""
+        number, last = waiting.number, self._last
+        tenant, subject = waiting.scope[:1], waiting.scope[:2]
+        return waiting.is_batch, max(number, last.get(tenant, 0)), max(number, last.get(subject, 0))
+
+    def note(self, scope: Scope, following: int) -> None:
+        """Note that a view's turn begins before the lookup `following`."""
+        self._last[scope[:1]] = self._last[scope[:2]] = following
+
+    def forget_others(self, present: Iterable[Scope]) -> None:
+        """Forget the turns of tenants and subjects that have none of the `present` views."""
         kept = {owner for view in present for owner in (view[:1], view[:2])}
         self._last = {owner: last for owner, last in self._last.items() if owner in kept}
-        self._last[scope[:1]] = self._last[scope[:2]] = following

@@ -6,6 +6,7 @@ With recurrent layers, pages are of use up to a snapshot only, which is searched
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -305,22 +306,35 @@ class StorageReads:
             self._begin_turns()
 
     def _begin_turns(self) -> None:
-        while (fetch := self._next_turn()) is not None:
+        """Begin all turns that can, in their order."""
+        oldest_refused = self._oldest_refused()
+        has_begun = False
+        for fetch in self._order.by_place(fetch for fetch in self._fetches if fetch.awaits_turn):
+            if not self._can_begin(fetch, oldest_refused):
+                break
             self._begin_turn(fetch)
+            has_begun = True
+        if has_begun:
+            self._order.forget_others(fetch.scope for fetch in self._fetches)
 
     def _next_turn(self) -> Fetch | None:
-        """Return the lookup whose turn is next, by `TurnOrder`, if it can begin.
+        """Return the lookup whose turn is next, if it can begin."""
+        following = next(self._order.by_place(fetch for fetch in self._fetches if fetch.awaits_turn), None)
+        can_begin = following is not None and self._can_begin(following, self._oldest_refused())
+        return following if can_begin else None
+
+    def _can_begin(self, fetch: Fetch, oldest_refused: float) -> bool:
+        """Whether the turn of a lookup can begin, if it is the next one.
 
         Those that found more, or whose first page has no room, must not wait for ever for those that found less, so
         none begins before the next one, or before an older one of them.
         """
-        waiting = [fetch for fetch in self._fetches if fetch.awaits_turn]
-        if not waiting or self._turns is None:
-            return None
-        place = self._order.place
-        following = min(waiting, key=lambda fetch: place(fetch.scope, fetch.number, is_batch=fetch.is_batch))
-        is_older = all(following.number < fetch.number for fetch in self._fetches if fetch.waits_before_turns)
-        return following if is_older and self._turns.has_room(_depth(following)) else None
+        assert self._turns is not None, "it has found a snapshot"
+        return fetch.number < oldest_refused and self._turns.has_room(_depth(fetch))
+
+    def _oldest_refused(self) -> float:
+        """Return the number of the oldest lookup whose first page has no room; infinity: there is none."""
+        return min((fetch.number for fetch in self._fetches if fetch.waits_before_turns), default=math.inf)
 
     def _begin_turn(self, fetch: Fetch) -> None:
         """Let a lookup read what it has found, or give up if that is more than the host has."""
@@ -330,7 +344,7 @@ class StorageReads:
             self._give_up(fetch)
             return
         fetch.turn = self._turns.begin(depth)
-        self._order.note(fetch.scope, self._begun + 1, (other.scope for other in self._fetches))
+        self._order.note(fetch.scope, self._begun + 1)
         # What was there, or has arrived, may have been evicted.
         fetch.prefetch.rewind(self._hold(fetch))
         fetch.read_pages_of_snapshot()

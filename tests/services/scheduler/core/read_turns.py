@@ -50,12 +50,15 @@ def advance(server: Server, steps: int = 12) -> None:
         server.harness.complete_all()
 
 
-def with_no_row(keyring: Path, *stored: tuple[str, list[int]]) -> Server:
-    """Return a server whose one row is taken, above storage with these prompts of users, with room for one turn."""
+def with_no_row(keyring: Path, *stored: tuple[str, list[int]], **options: int) -> Server:
+    """Return a server whose one row is taken, above storage with these prompts of users, with room for one turn.
+
+    With `options`, it has the room that these say.
+    """
     objects: Objects = {}
     for user, prompt in stored:
         hybrid(keyring, objects).serve(user, prompt, user=user)
-    server = hybrid(keyring, objects, host_pages=20, max_rows=1)
+    server = hybrid(keyring, objects, **{"host_pages": 20, "max_rows": 1, **options})
     server.harness.core.submit(make_request("long", [1, 2, 3], user="carol", max_tokens=100), 0.0)
     advance(server, 2)
     return server

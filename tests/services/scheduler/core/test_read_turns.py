@@ -14,6 +14,7 @@ from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.node import Node
 from services.scheduler.cache.sharing.merging import compress_chains
 from services.scheduler.cache.tiers.ledger import Patience
+from services.scheduler.cache.tiers.read_turns import TurnOrder, Waits
 from services.scheduler.cache.tiers.storage_reads import LONGEST_HOLD_S, Fetch
 from tests.services.scheduler.core.harness import make_request
 from tests.services.scheduler.core.read_turns import advance, host_of, submitted, with_no_row
@@ -172,6 +173,59 @@ def test_a_tenant_with_many_users_leaves_the_next_turn_to_others(keyring: Path) 
     assert [fetch.awaits_turn for fetch in lookups[2:]] == [False, True]
     server.finish()
     assert server.harness.cached["user3", 0] == DEPTHS[-1] * PAGE_SIZE
+
+
+def all_found(server: Server, count: int) -> list[Fetch]:
+    """Go on until `count` lookups have found something, all at the same time; return these, which have no turns yet."""
+    lookups = list(server.storage._reads._fetches)
+    for _ in range(2):
+        server.harness.plan()
+        server.harness.result()
+        server.harness.complete_all()
+    assert [fetch.awaits_turn for fetch in lookups] == [True] * count
+    return lookups
+
+
+def test_turns_that_begin_in_one_plan_are_those_of_several_tenants(keyring: Path) -> None:
+    objects: Objects = {}
+    long, short = PROMPT, PROMPT[: DEPTHS[0] * PAGE_SIZE + 1]
+    requests = [("alice", "one", long), ("bob", "one", long), ("carol", "other", long), ("dora", "one", short)]
+    for user, tenant, prompt in requests:
+        stored = hybrid(keyring, objects)
+        stored.harness.core.submit(make_request(user, prompt, tenant=tenant, user=user, max_tokens=2), 0.0)
+        stored.finish()
+    # There is room for two long ones and a short one, which does not pass the third long one of its tenant.
+    server = hybrid(keyring, objects, host_pages=2 * (2 * DEPTHS[-1] + DEPTHS[0]), max_rows=1)
+    server.harness.core.submit(make_request("long", [1, 2, 3], user="eve", max_tokens=100), 0.0)
+    advance(server, 2)
+    for user, tenant, prompt in requests:
+        submitted(server, user, prompt, tenant=tenant)
+    lookups = all_found(server, len(requests))
+    server.harness.plan()
+    assert [fetch.turn is not None for fetch in lookups] == [True, False, True, False]
+    server.finish()
+
+
+def test_places_in_the_order_of_turns_are_not_compared_again_for_each_turn_that_begins(
+    keyring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As thousands of turns may begin in one plan."""
+    users = [f"user{number}" for number in range(40)]
+    server = with_no_row(keyring, *((user, PROMPT) for user in users), **ROOMY)
+    for user in users:
+        submitted(server, user)
+    lookups = all_found(server, len(users))
+    place, looks = TurnOrder.place, list[int]()
+
+    def looked_at(order: TurnOrder, waiting: Waits) -> tuple[bool, int, int]:
+        looks.append(waiting.number)
+        return place(order, waiting)
+
+    monkeypatch.setattr(TurnOrder, "place", looked_at)
+    server.harness.plan()
+    assert all(fetch.turn is not None for fetch in lookups)
+    assert len(looks) <= 5 * len(users)
+    server.finish()
 
 
 def test_a_batch_leaves_turns_to_others_at_once(keyring: Path) -> None:
