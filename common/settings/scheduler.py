@@ -317,9 +317,12 @@ class SchedulerSettings(Section):
     """Tokens of one step, decode and prefill together: small steps keep decode latency even, large ones prefill faster.
     `pando up` sets 4,096 on GPUs if it is not set."""
     mixed_step_tokens: int | None = Field(default=None, ge=16)
-    """Prompt tokens in a step that also decodes, to keep decode latency even. If more than twice as many wait, a step
-    takes half of those waiting, up to max_step_tokens, so that the queue does not grow. Absent: always as many as
-    fit."""
+    """Prompt tokens in a step that also decodes, to keep decode latency even; more if many wait (mixed_step_share).
+    Absent: always as many as fit."""
+    mixed_step_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the prompt tokens that wait which a step with decoding sequences takes at least, up to max_step_tokens,
+    so that the queue does not grow. 0: never more than mixed_step_tokens, by which decode latency stays even also
+    beside long prompts, whose first tokens come later."""
     device_pages: int | None = Field(default=None, ge=1)
     """KV pages on the device; absent: the worker derives the number from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)

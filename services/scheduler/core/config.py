@@ -49,6 +49,7 @@ class CoreConfig:
     max_steps_per_plan: int
     # Maximum prompt tokens beside decoding rows while few requests wait; None: as many as fit.
     mixed_step_tokens: int | None = None
+    mixed_step_share: float = 0.5
     # Seconds after the last interactive sequence in which those of batches do not run.
     batch_pause_s: float = 0.0
     # Whether the workers abandon passes of batches when other sequences come, and leave out passes that decode when
@@ -132,6 +133,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity, first_ou
         max_rows=settings.max_rows,
         max_step_tokens=settings.max_step_tokens,
         mixed_step_tokens=settings.mixed_step_tokens,
+        mixed_step_share=settings.mixed_step_share,
         batch_pause_s=settings.queue.batch_pause_s,
         abandons_passes=capacity.abandons_passes,
         max_context=capacity.max_context,

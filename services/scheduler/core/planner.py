@@ -253,8 +253,8 @@ class Planner:
     def _prefill_budget(self, decoding: int) -> int:
         """Return the number of prompt tokens the next step may compute beside `decoding` tokens of decoding sequences.
 
-        Every prompt token delays the decoding sequences, but a growing queue delays all requests: a step takes half of
-        the waiting prompt tokens, if that is more than `mixed_step_tokens`.
+        Every prompt token delays the decoding sequences, but a growing queue delays all requests: a step takes
+        `mixed_step_share` of the waiting prompt tokens, if that is more than `mixed_step_tokens`.
         """
         most, least = self.limits.tokens - decoding, self._config.mixed_step_tokens
         # A smaller budget would never have room for tokens of an image that belong in one step.
@@ -268,7 +268,7 @@ class Planner:
         begun = self._rows.occupied & ~self._rows.decoding
         waiting = int((self._rows.length - self._rows.planned)[begun].sum())
         waiting += self._queue.waiting_tokens(2 * most)
-        return min(most, max(least, waiting // 2))
+        return min(most, max(least, int(waiting * self._config.mixed_step_share)))
 
     def _prefilling(self) -> list[Sequence]:
         """Return the sequences whose prompt is not fully planned, oldest first."""
