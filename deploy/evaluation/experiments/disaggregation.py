@@ -1,9 +1,9 @@
 """A simulation of many GPUs: groups with roles beside groups that do both, by workload.
 
 Run as `python -m deploy.evaluation.experiments.disaggregation [--json FILE]`. A GPU is a group that serves the shape of
-Llama-3.1-8B; the time of a pass is that of an H200, as `CostModel` says, and is checked first against what was measured
-over HTTP. Requests arrive at random (Poisson) and go to the group with the least work. Each layout is given the highest
-rate at which tokens come in time, and then all layouts the same rate.
+Llama-3.1-8B; times are those of an H200, as `CostModel` says. Loads that one and two GPUs were measured with are
+simulated first. Requests arrive at random (Poisson) and go to the group with the fewest open ones. Each layout is given
+the highest rate at which tokens come in time, and then the best layouts the same rate.
 """
 
 from __future__ import annotations
@@ -11,71 +11,49 @@ from __future__ import annotations
 import argparse
 import datetime
 import heapq
-import json
 import math
 import shlex
 import sys
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
 
 from common.types import GroupRole
+from deploy.evaluation.bench.arrivals import gamma_arrivals
 from deploy.evaluation.bench.report import output_console
-from deploy.evaluation.bench.results import Provenance, ResultSheet, current_commit, write_results
+from deploy.evaluation.bench.results import Provenance, ResultSheet, current_commit, read_results, write_results
+from deploy.evaluation.experiments.gpu_table import GROUP_LAYOUTS, ONLINE_RATES
+from deploy.evaluation.experiments.h200_costs import CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 BENCHMARK, MODEL = "disaggregation", "llama-3.1-8b"
+RESULTS = Path(__file__).parents[1] / "results"
 GPUS = (64, 1024)
 # The most that a layout serves is searched with so many.
 SEARCHED_GPUS = 16
 # Of one GPU: rows, and tokens of KV that fit beside the weights.
 MAX_ROWS, KV_TOKENS = 256, 790_000
-PREFILL_STEP = 8192
+# Of the setting that was measured on two GPUs (`gpu_table prefill-and-decode-small-steps`).
+PREFILL_STEP = 2048
 MIXED_STEPS = (512, 1024)
-PREFILL_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+DECODE_STEP = 512
 # Fewer missing tokens are computed where they are decoded (scheduler.prefill_min_tokens).
 PREFILL_MIN_TOKENS = 512
-# What a decoding row counts in the load of a group, in tokens.
-ROW_LOAD = 64.0
 # Limits within which a layout serves: time to the first token, and between tokens, for 99 of 100.
 MOST_TTFT_S, MOST_ITL_S = 2.0, 0.05
 SIMULATED_S, WARM_UP_S = 28.0, 12.0
-# Processor time of a gateway for a streamed token, by `pando bench control-plane` (docs/benchmarks/services.md).
-GATEWAY_TOKEN_S = 12.6e-6
-# Layouts are compared at this share of the most that groups that do both serve.
+# A search for the most that a layout serves begins with steps by this factor.
+WIDEN = 1.3
+# Layouts are compared at this share of the most that the one serves that serves less.
 COMMON_LOAD = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Times of one H200 with the 8B shape in bfloat16, as measured in `results/h200.json` and explained beside it."""
-
-    # A decode step of one row, which reads the weights once.
-    floor_s: float = 4.3e-3
-    launch_s: float = 1.5e-3
-    tokens_per_s: float = 43_000
-    kv_token_bytes: int = 131_072
-    kv_bytes_per_s: float = 4.2e12
-    # What 8,192 tokens in a row take beyond that, by pairs of a token and a key before it.
-    pair_s: float = 6.4e-10
-    # Copies of pages between device and host, one after the other on both sides, as fast as they were measured.
-    transfer_bytes_per_s: float = 25e9
-
-    def pass_s(self, prompt_tokens: int, pairs: float, rows: int, kv_tokens: int) -> float:
-        """Return the time of a pass of chunks and of decoding rows that read so many tokens of KV."""
-        products = max(self.floor_s, self.launch_s + (prompt_tokens + rows) / self.tokens_per_s)
-        return products + pairs * self.pair_s + kv_tokens * self.kv_token_bytes / self.kv_bytes_per_s
-
-    def transfer_s(self, tokens: int) -> float:
-        """Return the time in which the KV of a prompt arrives in another group."""
-        return tokens * self.kv_token_bytes / self.transfer_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +118,8 @@ class PromptInWork:
     request: SimulatedRequest
     arrived: float
     done: int
+    # When the group in which it is now got it.
+    came: float
 
 
 @dataclass(slots=True)
@@ -159,41 +139,67 @@ class SimulatedGpu:
     kv_tokens: int = 0
     reserved_tokens: int = 0
     passes: int = 0
+    mixed_passes: int = 0
+    # When the next pass was planned: at the beginning of the latest one.
+    planned_at: float = -math.inf
     # By the pass with which they end: the rows, their tokens by then, and the tokens that were reserved.
     ends: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
-    pending_tokens: int = 0
+    # Prompts whose KV is on its way from another group.
+    coming: int = 0
     is_busy: bool = False
 
     @property
-    def load(self) -> float:
-        """Tokens to be computed, and as many for each row as routers count."""
-        return self.pending_tokens + ROW_LOAD * (self.rows + len(self.fetched))
+    def load(self) -> int:
+        """Open requests, by which routers choose."""
+        waiting = len(self.queue) + len(self.chunked) + len(self.completing) + len(self.fetched)
+        return self.coming + waiting + self.rows
 
-    def enqueue(self, prompt: PromptInWork) -> None:
-        """Add a prompt to be computed."""
-        self.queue.append(prompt)
-        self.pending_tokens += prompt.request.prompt - prompt.done
+    def fetch(self, prompt: PromptInWork, now: float) -> None:
+        """Take a prompt whose KV has arrived, and which was on its way here."""
+        self.coming -= 1
+        prompt.came = now
+        self.fetched.append(prompt)
 
-    def begin_pass(self, costs: CostModel) -> float | None:
-        """Begin a pass and return its time; None: there is nothing to do."""
-        while self.fetched and self._reserve(self.fetched[0]):
+    def begin_pass(self, costs: CostModel, now: float) -> float | None:
+        """Begin a pass and return its time; None: there is nothing to do.
+
+        A pass is planned when the one before it begins, so that prompts that come meanwhile are in the one after.
+        """
+        self._admit(self.planned_at)
+        if not (self.rows or self.chunked or self.completing):
+            self._admit(now)
+        self.planned_at = now
+        started = len(self.completing)
+        tokens, pairs = self._add_chunks()
+        tokens += started
+        if not tokens and not self.rows:
+            return None
+        self.is_busy = True
+        took = costs.pass_s(tokens, pairs, self.rows, self.kv_tokens) + costs.start_s * bool(started)
+        if self.role is GroupRole.BOTH and self.rows and pairs and costs.mixed_passes_per_slow_one:
+            self.mixed_passes += 1
+            took *= 1 + (self.mixed_passes % costs.mixed_passes_per_slow_one == 0)
+        return took
+
+    def _admit(self, until: float) -> None:
+        """Take prompts that have come by then into the pass, as far as there is memory."""
+        while self.fetched and self.fetched[0].came <= until and self._reserve(self.fetched[0]):
             self.completing.append(self.fetched.popleft())
-        while self.queue and self._reserve(self.queue[0]):
+        while self.queue and self.queue[0].came <= until and self._reserve(self.queue[0]):
             self.chunked.append(self.queue.popleft())
-        budget, tokens, pairs = self.step_tokens - self.rows, len(self.completing), 0.0
+
+    def _add_chunks(self) -> tuple[int, float]:
+        """Add chunks of prompts to the pass; return their tokens, and pairs of one and a token before it."""
+        budget, tokens, pairs = self.step_tokens - self.rows, 0, 0.0
         while self.chunked and budget > 0:
             prompt = self.chunked[0]
             chunk = min(budget, prompt.request.prompt - prompt.done)
             pairs += chunk * (prompt.done + chunk / 2)
             prompt.done += chunk
             tokens, budget = tokens + chunk, budget - chunk
-            self.pending_tokens -= chunk
             if prompt.done == prompt.request.prompt:
                 self.completing.append(self.chunked.popleft())
-        if not tokens and not self.rows:
-            return None
-        self.is_busy = True
-        return costs.pass_s(tokens, pairs, self.rows, self.kv_tokens)
+        return tokens, pairs
 
     def end_pass(self) -> list[PromptInWork]:
         """End the pass; return the prompts that it completed, which decode here unless this group only computes."""
@@ -295,55 +301,73 @@ class FleetSimulation:
         self._loads = np.zeros(layout.gpus)
         self._events: list[tuple[float, int, SimulatedGpu | None, PromptInWork | None]] = []
         self._planned = 0
+        self._counted_from = 0.0
         self._durations = [0.0] * layout.gpus
 
     def run(
         self, draw: Callable[[Random], SimulatedRequest], rate: float, seconds: float = SIMULATED_S
     ) -> FleetFigures:
         """Let requests arrive at `rate` per GPU and second; return what came after the warm-up."""
+        self._counted_from = WARM_UP_S
+        figures = self._serve(draw, self._poisson(rate * len(self._gpus)), rate, seconds)
+        waiting = [each for gpu in self._gpus for each in (*gpu.queue, *gpu.chunked, *gpu.fetched, *gpu.completing)]
+        figures.unanswered = sum(each.arrived < seconds - MOST_TTFT_S for each in waiting)
+        return figures
+
+    def replay(self, draw: Callable[[Random], SimulatedRequest], arrivals: Sequence[float]) -> FleetFigures:
+        """Let requests arrive at these times, and return the figures of all of them."""
+        return self._serve(draw, iter(arrivals), len(arrivals) / arrivals[-1] / len(self._gpus), math.inf)
+
+    def _serve(
+        self, draw: Callable[[Random], SimulatedRequest], arrivals: Iterator[float], rate: float, seconds: float
+    ) -> FleetFigures:
         figures = FleetFigures(rate)
-        per_second = rate * len(self._gpus)
-        self._plan(self._random.expovariate(per_second), None, None)
-        now = 0.0
+        self._plan(next(arrivals), None, None)
         while self._events:
             now, _, gpu, prompt = heapq.heappop(self._events)
             if now > seconds:
                 break
             if gpu is None:
-                self._plan(now + self._random.expovariate(per_second), None, None)
+                following = next(arrivals, None)
+                if following is not None:
+                    self._plan(following, None, None)
                 self._arrive(now, draw(self._random), figures)
             elif prompt is not None:
-                gpu.fetched.append(prompt)
+                gpu.fetch(prompt, now)
                 self._wake(gpu, now)
             else:
                 self._end_pass(gpu, now, figures)
-        waiting = [each for gpu in self._gpus for each in (*gpu.queue, *gpu.chunked, *gpu.fetched, *gpu.completing)]
-        figures.unanswered = sum(each.arrived < seconds - MOST_TTFT_S for each in waiting)
         return figures
+
+    def _poisson(self, per_second: float) -> Iterator[float]:
+        now = 0.0
+        while True:
+            now += self._random.expovariate(per_second)
+            yield now
 
     def _plan(self, at: float, gpu: SimulatedGpu | None, prompt: PromptInWork | None) -> None:
         self._planned += 1
         heapq.heappush(self._events, (at, self._planned, gpu, prompt))
 
     def _arrive(self, now: float, request: SimulatedRequest, figures: FleetFigures) -> None:
-        figures.requests += now >= WARM_UP_S
+        figures.requests += now >= self._counted_from
         is_remote = self._first_decoder > 0 and request.missing >= PREFILL_MIN_TOKENS
         done = request.shared + (0 if is_remote else request.own)
         groups = slice(0, self._first_decoder) if is_remote else slice(self._first_decoder, None)
         gpu = self._gpus[(groups.start or 0) + int(self._loads[groups].argmin())]
-        gpu.enqueue(PromptInWork(request, now, done))
+        gpu.queue.append(PromptInWork(request, now, done, now))
         self._wake(gpu, now)
 
     def _wake(self, gpu: SimulatedGpu, now: float) -> None:
         if not gpu.is_busy:
-            took = gpu.begin_pass(self._costs)
+            took = gpu.begin_pass(self._costs, now)
             if took is not None:
                 self._durations[gpu.number] = took
                 self._plan(now + took, gpu, None)
         self._loads[gpu.number] = gpu.load
 
     def _end_pass(self, gpu: SimulatedGpu, now: float, figures: FleetFigures) -> None:
-        is_counted = now >= WARM_UP_S
+        is_counted = now >= self._counted_from
         if gpu.rows and is_counted:
             figures.itl.add(self._durations[gpu.number], gpu.rows)
             figures.tokens += gpu.rows
@@ -352,7 +376,7 @@ class FleetSimulation:
                 gpu.forget(prompt)
                 self._send(prompt, now, figures if is_counted else FleetFigures(0.0))
             elif is_counted:
-                figures.ttft.add(now - prompt.arrived)
+                figures.ttft.add(now - prompt.arrived + self._costs.service_s)
                 figures.tokens += 1
         self._wake(gpu, now)
 
@@ -361,28 +385,41 @@ class FleetSimulation:
         target = self._gpus[self._first_decoder + int(self._loads[self._first_decoder :].argmin())]
         figures.moved_tokens += prompt.request.prompt
         figures.moved_prompts += 1
-        self._plan(now + self._costs.transfer_s(prompt.request.prompt), target, prompt)
-        # Others that are sent meanwhile go elsewhere.
-        self._loads[target.number] += ROW_LOAD
+        self._plan(now + self._costs.transfer_s(prompt.request.prompt, PREFILL_STEP), target, prompt)
+        target.coming += 1
+        self._loads[target.number] = target.load
 
 
-def layouts(gpus: int) -> list[FleetLayout]:
-    """Return groups that do both, by the size of their steps, then those with roles."""
-    mixed = [FleetLayout(gpus, 0, step) for step in MIXED_STEPS]
-    return mixed + [FleetLayout(gpus, round(gpus * share), PREFILL_STEP // 16) for share in PREFILL_SHARES]
+def mixed_layouts(gpus: int) -> list[FleetLayout]:
+    """Return groups that do both, by the size of their steps."""
+    return [FleetLayout(gpus, 0, step) for step in MIXED_STEPS]
 
 
-def most_within_limits(layout: FleetLayout, draw: Callable[[Random], SimulatedRequest], costs: CostModel) -> float:
+def divided_layouts(gpus: int, around: float | None = None) -> list[FleetLayout]:
+    """Return groups with roles by eighths, or by sixteenths up to an eighth beside the share `around` of prefill."""
+    shares = [i / 8 for i in range(1, 8)] if around is None else [around + i / 16 for i in range(-2, 3)]
+    return [FleetLayout(gpus, round(gpus * share), DECODE_STEP) for share in shares if 0 < share < 1]
+
+
+def most_within_limits(
+    layout: FleetLayout, draw: Callable[[Random], SimulatedRequest], costs: CostModel, expected: float = 1.0
+) -> float:
     """Return the highest rate per GPU, in requests per second to 6 %, that the layout serves in time; 0: none."""
-    low, high = 0.0, 1.0
-    while high <= 64 and FleetSimulation(layout, costs).run(draw, high).keeps_limits:
-        low, high = high, 2 * high
-    while high - low > 0.06 * high and high > 0.05:
-        middle = (low + high) / 2
-        if FleetSimulation(layout, costs).run(draw, middle).keeps_limits:
-            low = middle
+
+    def keeps(rate: float) -> bool:
+        return FleetSimulation(layout, costs).run(draw, rate).keeps_limits
+
+    low, high = 0.0, expected
+    while high <= 64 and keeps(high):
+        low, high = high, high * WIDEN
+    while not low and high > 0.05:
+        if keeps(high / WIDEN):
+            low = high / WIDEN
         else:
-            high = middle
+            high /= WIDEN
+    while high - low > 0.06 * high and low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
 
 
@@ -397,10 +434,23 @@ class RoleFigure:
 
 
 def check_model(costs: CostModel) -> Iterator[RoleFigure]:
-    """Yield what the simulation says about the load of which `results/h200.json` has the measurement."""
-    for rate in (8.0, 16.0):
-        figures = FleetSimulation(FleetLayout(1, 0, 3584), costs).run(fixed(1784, 256), rate, seconds=68.0)
-        yield from _latencies("1 GPU", f"1,784 in at {rate:g}/s", figures)
+    """Yield what the simulation says of the loads that were measured, with the same arrivals.
+
+    Those of one GPU are in `results/h200.json`, those of two in `group_roles.json`, labelled with the layout.
+    """
+    one = replace(costs, mixed_passes_per_slow_one=0)
+    for online in ONLINE_RATES:
+        arrivals = gamma_arrivals(60 * online, online, seed=online)
+        figures = FleetSimulation(FleetLayout(1, 0, 3584), one).replay(fixed(1784, 256), arrivals)
+        yield from _latencies("1 GPU", f"1,784 in at {online}/s", figures)
+    for measured in GROUP_LAYOUTS[2:]:
+        has_roles = "prefill" in measured.roles
+        layout = FleetLayout(2, int(has_roles), PREFILL_STEP if has_roles else 1024)
+        for seed, (tokens, rate, requests) in enumerate(measured.loads, 1):
+            figures = FleetSimulation(layout, costs).replay(
+                fixed(tokens, 256), gamma_arrivals(requests, rate, seed=seed)
+            )
+            yield from _latencies("2 GPUs", f"{measured.name}, {tokens:,} in, {rate} requests/s", figures)
 
 
 def _latencies(label: str, name: str, figures: FleetFigures) -> Iterator[RoleFigure]:
@@ -410,24 +460,36 @@ def _latencies(label: str, name: str, figures: FleetFigures) -> Iterator[RoleFig
 
 
 def compare(workload: str, sizes: Sequence[int], costs: CostModel) -> Iterator[RoleFigure]:
-    """Yield the most that each layout of few GPUs serves, and latencies of the best ones in all fleets."""
+    """Yield the most that each layout serves in fleets of each size, and latencies of the best ones.
+
+    Few GPUs are simulated with all ratios; each larger fleet with those near the best ratio of the next smaller one.
+    """
     draw = WORKLOADS[workload]
-    most = {layout: most_within_limits(layout, draw, costs) for layout in layouts(SEARCHED_GPUS)}
-    for layout, rate in most.items():
-        yield RoleFigure(f"{SEARCHED_GPUS} GPUs", f"{workload}: {layout.name}: most", rate, "requests/s/GPU")
-    mixed = max((each for each in most if not each.prefill), key=lambda each: most[each])
-    divided = max((each for each in most if each.prefill), key=lambda each: most[each])
-    common = COMMON_LOAD * most[mixed]
-    for size in sizes:
-        for kind, best in (("both", mixed), ("roles", divided)):
-            layout = FleetLayout(size, best.prefill * size // SEARCHED_GPUS, best.step_tokens)
+    most: dict[FleetLayout, float] = {}
+    best: dict[bool, FleetLayout] = {}
+    for size in (SEARCHED_GPUS, *sizes):
+        expected = {kind: most[layout] for kind, layout in best.items()}
+        around = best[True].prefill / best[True].gpus if best else None
+        most = {
+            layout: most_within_limits(layout, draw, costs, expected.get(layout.prefill > 0, 1.0))
+            for layout in (*mixed_layouts(size), *divided_layouts(size, around))
+        }
+        for layout, rate in most.items():
+            yield RoleFigure(f"{size} GPUs", f"{workload}: {layout.name}: most", rate, "requests/s/GPU")
+        best = {
+            kind: max((each for each in most if bool(each.prefill) is kind), key=lambda each: most[each])
+            for kind in (False, True)
+        }
+        common = COMMON_LOAD * min(most[each] for each in best.values())
+        for kind, layout in best.items():
             figures = FleetSimulation(layout, costs).run(draw, common)
-            name = f"{workload} at {common:.3g}/s: {kind}"
+            name = f"{workload} at {common:.3g}/s: {layout.name}"
             yield from _latencies(f"{size} GPUs", name, figures)
-            if kind == "roles":
+            yield RoleFigure(f"{size} GPUs", f"{name}: within limits", float(figures.keeps_limits), "yes or no")
+            if kind:
                 yield from _exchanged(f"{size} GPUs", name, figures, costs)
             else:
-                yield from _control_plane(f"{size} GPUs", name, size, figures)
+                yield from control_plane(f"{size} GPUs", f"{workload} at {common:.3g}/s", size, figures)
 
 
 def _exchanged(label: str, name: str, figures: FleetFigures, costs: CostModel) -> Iterator[RoleFigure]:
@@ -437,19 +499,27 @@ def _exchanged(label: str, name: str, figures: FleetFigures, costs: CostModel) -
     yield RoleFigure(label, f"{name}: pages moved", moved / 1e9, "GB/s")
 
 
-def _control_plane(label: str, name: str, gpus: int, figures: FleetFigures) -> Iterator[RoleFigure]:
-    """Yield the cores that services take for what the fleet serves, from what they were measured to take."""
+def control_plane(label: str, name: str, gpus: int, figures: FleetFigures) -> Iterator[RoleFigure]:
+    """Yield the cores that services take for what the fleet serves, from what they were measured to take.
+
+    A gateway's time for a streamed token is that of one with 1,024 clients over HTTP (`control_plane_cell.json`).
+    """
     seconds = SIMULATED_S - WARM_UP_S
     tokens, requests = figures.tokens / seconds, figures.requests / seconds
     yield RoleFigure(label, f"{name}: output", tokens, "tok/s")
-    folder = Path(__file__).parents[1] / "results"
-    scale = {entry["metric"]: entry["value"] for entry in json.loads((folder / "control_plane_scale.json").read_text())}
+    scale = {each.metric: each.value for each in read_results(RESULTS / "control_plane_scale.json")}
     known = [1, 64, 256, 1000]
     by_groups = [scale[f"{groups} groups, idle: per request"] for groups in known]
-    yield RoleFigure(label, f"{name}: gateways", tokens * GATEWAY_TOKEN_S, "cores")
+    yield RoleFigure(label, f"{name}: gateways", tokens * gateway_token_s(), "cores")
     yield RoleFigure(label, f"{name}: detokenizers", tokens * scale["125 schedulers: per token"] * 1e-6, "cores")
     cost = float(np.interp(gpus, known, by_groups)) * 1e-6
     yield RoleFigure(label, f"{name}: tokenizers", requests * cost, "cores")
+
+
+def gateway_token_s() -> float:
+    """Return the processor time of a gateway for a token streamed over HTTP, the mean of what was measured."""
+    cell = read_results(RESULTS / "control_plane_cell.json")
+    return 1e-6 * fmean(each.value for each in cell if each.metric == "gateway: per token")
 
 
 def main() -> None:
@@ -458,12 +528,13 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS))
     parser.add_argument("--transfer-gb-s", type=float, help="GB/s at which pages move from one GPU to another")
+    parser.add_argument("--no-check", action="store_true", help="leave out the loads that were measured")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     costs = CostModel()
     if arguments.transfer_gb_s:
         costs = CostModel(transfer_bytes_per_s=arguments.transfer_gb_s * 1e9)
-    figures = list(check_model(costs))
+    figures = [] if arguments.no_check else list(check_model(costs))
     for workload in arguments.workloads:
         figures += compare(workload, sorted(arguments.gpus), costs)
     table = Table("fleet", "figure", "value", "unit")

@@ -26,7 +26,7 @@ from rich.table import Table
 from deploy.evaluation.bench.arrivals import gamma_arrivals
 from deploy.evaluation.bench.report import output_console
 from deploy.evaluation.bench.results import Provenance, ResultSheet, current_commit, write_results
-from deploy.evaluation.experiments.disaggregation import CostModel
+from deploy.evaluation.experiments.h200_costs import CostModel
 from services.scheduler.plan_pacing import LEAST_LEAD_S, LONG_PASS_S
 
 if TYPE_CHECKING:

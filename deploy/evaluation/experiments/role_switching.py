@@ -31,14 +31,13 @@ from deploy.evaluation.experiments.disaggregation import (
     MOST_TTFT_S,
     PREFILL_MIN_TOKENS,
     PREFILL_STEP,
-    ROW_LOAD,
-    CostModel,
     Latencies,
     PromptInWork,
     SimulatedGpu,
     SimulatedRequest,
     fixed,
 )
+from deploy.evaluation.experiments.h200_costs import CostModel
 from services.tokenizer.routing.fleet import ROLE_INTERVAL_S
 from services.tokenizer.routing.roles import ObservedGroup, RoleController
 
@@ -50,7 +49,7 @@ GPUS = 16
 # The most tokens of a pass.
 STEP_TOKENS_OF = {GroupRole.PREFILL: PREFILL_STEP, GroupRole.DECODE: 512, GroupRole.BOTH: 1024}
 # Prefill groups of the fixed layouts; the first one is where roles that follow the load begin.
-FIXED = (12, 11, 10, 9, 8, 6)
+FIXED = (11, 10, 9, 8, 7, 6)
 FOLLOWS = "roles follow the load"
 
 
@@ -162,7 +161,7 @@ class RoleFleet:
         self._figures[self._phase_at(now)].requests += self._is_counted(now)
         is_remote = self.prefill > 0 and request.missing >= PREFILL_MIN_TOKENS
         group = self._least_loaded(GroupRole.PREFILL if is_remote else self._generating)
-        group.enqueue(PromptInWork(request, now, request.shared))
+        group.queue.append(PromptInWork(request, now, request.shared, now))
         self._wake(group, now)
 
     def _least_loaded(self, role: GroupRole) -> SimulatedGpu:
@@ -172,7 +171,7 @@ class RoleFleet:
     def _wake(self, group: SimulatedGpu, now: float) -> None:
         if group.is_busy:
             return
-        took = group.begin_pass(self._costs)
+        took = group.begin_pass(self._costs, now)
         if took is not None:
             self._plan(now + took, lambda at: self._end_pass(group, took, at))
 
@@ -183,17 +182,18 @@ class RoleFleet:
             if group.role is GroupRole.PREFILL:
                 group.forget(prompt)
                 target = self._least_loaded(GroupRole.DECODE)
-                # Others that are sent meanwhile go elsewhere.
-                target.pending_tokens += round(ROW_LOAD)
-                self._plan(now + self._costs.transfer_s(prompt.request.prompt), self._fetched(target, prompt))
+                target.coming += 1
+                self._plan(
+                    now + self._costs.transfer_s(prompt.request.prompt, group.step_tokens),
+                    self._fetched(target, prompt),
+                )
             elif self._is_counted(prompt.arrived) and now - prompt.arrived <= MOST_TTFT_S:
                 self._figures[self._phase_at(prompt.arrived)].in_time += 1
         self._wake(group, now)
 
     def _fetched(self, group: SimulatedGpu, prompt: PromptInWork) -> Callable[[float], None]:
         def arrive(now: float) -> None:
-            group.pending_tokens -= round(ROW_LOAD)
-            group.fetched.append(prompt)
+            group.fetch(prompt, now)
             self._wake(group, now)
 
         return arrive

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.evaluation.bench.results import read_results
-from deploy.evaluation.experiments.disaggregation import CostModel
+from deploy.evaluation.experiments.h200_costs import CostModel
 from deploy.evaluation.experiments.queueing_model import ModelledGpu, PlannedWhen, main
 
 if TYPE_CHECKING:
