@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from common.errors import ConfigurationError
 from services.worker.engine.execution.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,20 @@ class CudaGraphs(Generic[P]):
         Raises:
             ConfigurationError: memory does not suffice after all, and passes are shared: others wait for this rank.
         """
+        with without_collections():
+            too_large = self._capture_all(report, budget_s, pool, agree)
+        if too_large:
+            log.warning(
+                "Memory does not suffice for graphs of batches of %s %s, which run slower; a smaller "
+                "scheduler.memory_fraction or scheduler.max_rows leaves more",
+                ", ".join(str(size) for size in reversed(too_large)),
+                self._unit,
+            )
+
+    def _capture_all(
+        self, report: Callable[[float], None], budget_s: float, pool: Any, agree: Callable[[bool], bool] | None
+    ) -> list[int]:
+        """Capture as `capture` does; return the sizes that memory does not suffice for."""
         started = time.monotonic()
         too_large: list[int] = []
         for done, one in enumerate(reversed(self._passes), start=1):
@@ -83,13 +99,7 @@ class CudaGraphs(Generic[P]):
                 log.warning("Graphs of %d of %d batch sizes (%s) are captured in %.0f s; the others run slower",
                             len(self._captured), len(self._passes), self._unit, budget_s)  # fmt: skip
                 break
-        if too_large:
-            log.warning(
-                "Memory does not suffice for graphs of batches of %s %s, which run slower; a smaller "
-                "scheduler.memory_fraction or scheduler.max_rows leaves more",
-                ", ".join(str(size) for size in reversed(too_large)),
-                self._unit,
-            )
+        return too_large
 
     def _try_capture(self, one: P, pool: Any, agree: Callable[[bool], bool] | None) -> bool:
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
@@ -117,6 +127,22 @@ class CudaGraphs(Generic[P]):
             torch.cuda.set_stream(stream)
             torch.cuda.empty_cache()
         return False
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect garbage now, and not within the block: what is freed by a collection may end a capture.
+
+    The graphs of a model that was replaced are garbage, and destroying them is an error while others are captured.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def has_memory(run: Callable[[], object], device: torch.device) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,3 +130,27 @@ def test_batch_sizes_beyond_the_time_budget_are_skipped(caplog: pytest.LogCaptur
         one.capture(budget_s=0.0)
     assert one.captured == [16]
     assert "1 of 5 batch sizes" in caplog.text
+
+
+class Replaced:
+    """Stands in for graphs of a model that another one has replaced: only a collection frees them."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("fails", [lambda _size: None, lambda _size: RuntimeError("made up")])
+def test_garbage_is_collected_before_graphs_are_captured_and_not_meanwhile(
+    fails: Callable[[int], Exception | None],
+) -> None:
+    replaced = weakref.ref(Replaced())
+    seen: list[tuple[bool, bool]] = []
+
+    def look(size: int) -> Exception | None:
+        seen.append((replaced() is None, gc.isenabled()))
+        return fails(size)
+
+    with contextlib.suppress(RuntimeError):
+        Ladder(look).capture()
+    assert set(seen) == {(True, False)}
+    assert gc.isenabled()
