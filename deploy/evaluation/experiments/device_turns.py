@@ -36,7 +36,7 @@ SMALLEST_VOCABULARY = 256
 RESERVE_S = 10.0
 
 
-class AnswersDifferError(Exception):
+class ChangedAnswerError(Exception):
     """A model has other answers in another turn."""
 
 
@@ -52,14 +52,14 @@ class Models:
         """Send a single request to a model; return the seconds until its answer is complete.
 
         Raises:
-            AnswersDifferError: the model's first answer was another one.
+            ChangedAnswerError: the model's first answer was another one.
             httpx.HTTPError: the request failed, or took longer than there was time.
         """
         began_at = time.monotonic()
         answer = await self._answer(name, 0)
         took_s = time.monotonic() - began_at
         if answer != self._answers.setdefault(name, answer):
-            raise AnswersDifferError(f"{name} answered {answer}, and {self._answers[name]} in its first turn")
+            raise ChangedAnswerError(f"{name} answered {answer}, and {self._answers[name]} in its first turn")
         return took_s
 
     async def ask_all(self, requests: int) -> float:
@@ -110,7 +110,7 @@ def main() -> int:
         ) as deployment:
             report(f"all models serve after {time.monotonic() - began_at:.1f} s")
             asyncio.run(measure(deployment.url, names, arguments, deadline, results))
-    except (LaunchError, AnswersDifferError, httpx.HTTPError) as error:
+    except (LaunchError, ChangedAnswerError, httpx.HTTPError) as error:
         report(f"{type(error).__name__}: {error}")
         return 1
     return 0
@@ -122,7 +122,7 @@ async def measure(
     """Have the models take turns, then ask all at once.
 
     Raises:
-        AnswersDifferError: a model has other answers in another turn.
+        ChangedAnswerError: a model has other answers in another turn.
         httpx.HTTPError: a request failed, or took longer than there was time.
     """
     limits = httpx.Limits(max_connections=None)

@@ -8,7 +8,7 @@ from collections import Counter
 import httpx
 import pytest
 
-from deploy.evaluation.experiments.device_turns import TOKENS, AnswersDifferError, Models
+from deploy.evaluation.experiments.device_turns import TOKENS, ChangedAnswerError, Models
 
 
 class Server:
@@ -37,7 +37,7 @@ async def test_single_requests_are_compared_by_model_and_others_are_not() -> Non
         assert await models.ask_all(3) > 0
         assert server.asked == {"small": 5, "larger": 4}
         assert len(server.prompts) == 3
-        with pytest.raises(AnswersDifferError, match=rf"small answered \[6(, 6){{{TOKENS - 1}}}\], and \[5"):
+        with pytest.raises(ChangedAnswerError, match=rf"small answered \[6(, 6){{{TOKENS - 1}}}\], and \[5"):
             await models.ask("small")
 
 
