@@ -63,7 +63,7 @@ class EngineRuns:
 def measure(part: EngineRuns) -> None:
     """Run the workload `runs` times and once before; print and write each figure as soon as there is one."""
     # Adapters are made with threads, which a process that is forked afterwards would wait for.
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     import vllm  # type: ignore[import-not-found]  # not in this environment
 
     described = json.loads((part.shape / "config.json").read_text(encoding="utf-8"))

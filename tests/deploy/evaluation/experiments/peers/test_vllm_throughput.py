@@ -51,7 +51,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     module.__dict__.update(LLM=Engine, SamplingParams=SimpleNamespace, __version__="0.0")
     requests.__dict__.update(LoRARequest=LoRARequest)
     # So that it is as before afterwards.
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     for name, part in (("vllm", module), ("vllm.lora", ModuleType("vllm.lora")), ("vllm.lora.request", requests)):
         monkeypatch.setitem(sys.modules, name, part)
 
