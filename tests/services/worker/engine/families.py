@@ -333,6 +333,19 @@ SHARED = {
     "llama4": "compiled",
     "llama4 of two experts": "torch",
 }
+# Those that the GPU's programs compute in Triton's interpreter: capped scores and norms of outputs; norms of
+# projections and none of inputs; reordered heads and every kind of expert; attention sinks and experts with biases;
+# latent attention; layers without positions and weighted inputs of experts; layers with other heads, norms of values
+# and experts beside dense layers; recurrent layers.
+INTERPRETED = (
+    "gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts", "gemma4 moe", "qwen3.5",
+)  # fmt: skip
+# One of each of the other families, in extended tests.
+ALSO_INTERPRETED = (
+    "deepseek v2", "ernie biased", "gemma", "gemma3", "glm", "glm4", "granite", "granite moe", "granite moe shared",
+    "llama", "mistral", "mixtral", "olmo3", "phi4", "qwen2", "qwen2 moe", "qwen3", "qwen3 moe", "qwen3 next",
+    "qwen3.5 moe", "seed oss biased", "smollm3",
+)  # fmt: skip
 # Those that are compared with their GGUF files, and what these do not contain.
 IN_GGUF: dict[str, dict[str, Any]] = {
     "llama": {},

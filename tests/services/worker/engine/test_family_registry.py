@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from deploy.checks.families import ROOT, TABLES, table_of_families, table_of_formats, with_table
@@ -11,15 +13,21 @@ from services.worker.engine.families.registry import (
     families_by_name,
     wrapped_families,
 )
+from tests.services.worker.engine.execution.test_families import OWN
 from tests.services.worker.engine.families import (
+    ALSO_INTERPRETED,
     FAMILIES,
     IN_GGUF,
+    INTERPRETED,
     OTHERS,
     SHARED,
     UNREAD_ARCHITECTURES,
     config_class,
     tiny_config,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def test_every_family_is_compared_with_transformers() -> None:
@@ -51,6 +59,11 @@ def test_every_family_runs_on_two_ranks() -> None:
 
 def test_families_with_and_without_experts_run_on_two_ranks_as_both() -> None:
     assert set(map(kind_of, SHARED)) == set(map(kind_of, FAMILIES))
+
+
+@pytest.mark.parametrize("variants", [(*INTERPRETED, *ALSO_INTERPRETED), OWN], ids=["interpreted", "on a GPU"])
+def test_every_family_runs_through_the_programs_of_gpus(variants: Iterable[str]) -> None:
+    assert {model_type for model_type, _ in map(kind_of, variants)} == set(families_by_name())
 
 
 def kind_of(variant: str) -> tuple[str, bool]:

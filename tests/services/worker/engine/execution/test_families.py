@@ -56,11 +56,23 @@ OWN = {
     "llama4 of two experts": {"head_dim": 64, "hidden_size": 64},
     # Of sizes for which FlashInfer has no kernels.
     "deepseek v2 lite": {"hidden_size": 64},
+    "llama": {"head_dim": 64, "hidden_size": 64},
+    "qwen2": {"head_dim": 64, "hidden_size": 64},
+    "gemma": {"head_dim": 64, "hidden_size": 64},
+    "granite": {"head_dim": 64, "hidden_size": 64},
+    "olmo3": {"head_dim": 64, "hidden_size": 64},
+    "glm": {"head_dim": 64, "hidden_size": 64},
+    "ernie biased": {"head_dim": 64, "hidden_size": 64},
+    "seed oss biased": {"head_dim": 64, "hidden_size": 64},
+    "smollm3": {"head_dim": 64, "hidden_size": 64},
+    "granite moe": {"head_dim": 64, "hidden_size": 64},
+    "qwen2 moe": {"head_dim": 64, "hidden_size": 64},
+    "qwen3.5 moe": {"head_dim": 64, "hidden_size": 64, "num_experts_per_tok": 6},
 }
 # Of those that run through `transformers`: one makes a tensor from numbers of the host in each pass.
 CAPTURED = tuple(family for family in OTHERS if family != "gemma3n")
 # Roundings to bfloat16 choose other experts, or stay in recurrent states, also where plain torch computes.
-PRECISE = {"qwen3 next": "float16", "glm4 moe": "float16"}
+PRECISE = {"qwen3 next": "float16", "qwen3.5 moe": "float16", "glm4 moe": "float16"}
 # Of the spread of logits: what narrow types may cost.
 TOLERANCE = 0.1
 

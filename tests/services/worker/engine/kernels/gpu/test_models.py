@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_model
+from tests.services.worker.engine.families import (
+    ALSO_INTERPRETED,
+    FAMILIES,
+    INTERPRETED,
+    VOCABULARY,
+    reference_logits,
+    save_model,
+)
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 from services.worker.engine.kernels.gpu.backend import GpuBackend
@@ -23,11 +30,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="execution/test_families.py runs them on the GPU"),
 ]
 
-# Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert;
-# attention sinks and experts with biases; latent attention; layers without positions and weighted inputs of experts;
-# layers with other heads, norms of values and experts beside dense layers; recurrent layers.
-MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts", "gemma4 moe", "qwen3.5")
-
 
 class _Interpreted(GpuBackend):
     """The same kernels, for a runner that captures no graphs."""
@@ -35,7 +37,9 @@ class _Interpreted(GpuBackend):
     name = "interpreted"
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [*INTERPRETED, *(pytest.param(each, marks=pytest.mark.extended) for each in ALSO_INTERPRETED)]
+)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def select(
         _library: object, dtype: torch.dtype, device: torch.device, _threads: int, _blocks: object
@@ -46,6 +50,8 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypat
     name, options = FAMILIES[family]
     # Of models with recurrent layers one of each kind.
     changed = {**options, "num_hidden_layers": 2, "full_attention_interval": 2}
+    if "layer_types" in options:
+        changed["layer_types"] = options["layer_types"][-2:]
     driver = Driver(load(save_model(tmp_path, name, changed), backend="torch"))
     prompt = random_ids(7, VOCABULARY)
     row = driver.open(len(prompt))
