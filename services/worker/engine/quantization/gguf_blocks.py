@@ -1,7 +1,8 @@
 """The blocks of GGUF files (llama.cpp's ggml-quants) as matrices of packed integers.
 
 Each block of a row holds integers and what scales them. Blocks of 256, the k-quants, scale groups of 16 or 32 by small
-integers times a scale of the block; these products are rounded to float16, by at most one part in 2,048.
+integers times a scale of the block; these products are rounded to float16, by at most one part in 2,048. Integers of
+two and three bits take four.
 """
 
 from __future__ import annotations
@@ -81,6 +82,21 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
     return blocks[..., 2:34] ^ 0x80, 8, _half(blocks, 0), None
 
 
+def _q2_k(blocks: torch.Tensor) -> Parts:
+    scales = (blocks[..., 0:16] & 15).float() * _half(blocks, 80)
+    shifts = (blocks[..., 0:16] >> 4).float() * -_half(blocks, 82)
+    return _pairs_of_bits(blocks[..., 16:80]), 4, scales, shifts
+
+
+def _q3_k(blocks: torch.Tensor) -> Parts:
+    # -4 to 3, which are 4 to 11 where 8 stands for 0.
+    values = _pairs_of_bits(blocks[..., 32:96]) | (_bits_of_32(blocks[..., 0:32]) << 2)
+    # Six bits each: the lower four of all sixteen scales, then the upper two.
+    upper = (_parts(blocks[..., 104:108], 1, 4) >> _steps(4, 2)[:, None] & 3).flatten(-2)
+    scales = (_nibbles(blocks[..., 96:104]) | (upper << 4)).float() - 32
+    return values + 4, 4, scales * _half(blocks, 108), None
+
+
 def _q4_k(blocks: torch.Tensor) -> Parts:
     scales, shifts = _scales_and_shifts(blocks)
     return _halves_of_32(blocks[..., 16:144]), 4, scales, shifts
@@ -88,23 +104,20 @@ def _q4_k(blocks: torch.Tensor) -> Parts:
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
     scales, shifts = _scales_and_shifts(blocks)
-    # Bit i of byte j is the fifth bit of element 32 i + j.
-    fifth = (blocks[..., None, 16:48] >> _steps(8, 1)[:, None] & 1).flatten(-2)
-    return _halves_of_32(blocks[..., 48:176]) | (fifth << 4), 5, scales, shifts
+    return _halves_of_32(blocks[..., 48:176]) | (_bits_of_32(blocks[..., 16:48]) << 4), 5, scales, shifts
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
-    # Two halves of 128 elements; bytes hold four bits of elements 64 apart, and two bits of elements 32 apart.
+    # Two halves of 128 elements; bytes hold four bits of elements 64 apart.
     lower = _parts(blocks[..., 0:128], 2, 1, 64) >> _steps(2, 4)[:, None] & 15
-    upper = _parts(blocks[..., 128:192], 2, 1, 32) >> _steps(4, 2)[:, None] & 3
-    values = lower.flatten(-2) | (upper.flatten(-2) << 4)
+    values = lower.flatten(-3) | (_pairs_of_bits(blocks[..., 128:192]) << 4)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
     return values, 6, scales, None
 
 
 _READERS: dict[str, Callable[[torch.Tensor], Parts]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
 KINDS = frozenset((*_READERS, _MXFP4))
 
@@ -127,6 +140,16 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 def _halves_of_32(packed: torch.Tensor) -> torch.Tensor:
     """Return integers of 32 bytes at a time: the lower four bits of all of them, then the upper ones."""
     return _nibbles(_parts(packed, -1, 32)).flatten(-2)
+
+
+def _bits_of_32(packed: torch.Tensor) -> torch.Tensor:
+    """Return the lowest bits of 32 bytes, then the next ones, up to the highest."""
+    return (packed[..., None, :] >> _steps(8, 1)[:, None] & 1).flatten(-2)
+
+
+def _pairs_of_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return integers of 32 bytes at a time: the lowest two bits of all of them, then the next ones."""
+    return (_parts(packed, -1, 1, 32) >> _steps(4, 2)[:, None] & 3).flatten(-3)
 
 
 def _scales_and_shifts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

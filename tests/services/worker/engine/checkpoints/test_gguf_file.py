@@ -189,21 +189,30 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
         torch.testing.assert_close(together, expected, atol=3e-4, rtol=1e-4)
 
 
-# Parts of the names of matrices that are stored as Q6_K; others are Q4_K. The second is llama.cpp's Q4_K_M.
-SIXES = {"Q4_K": (), "Q4_K_M": ("attn_v", "ffn_down", "output", "token_embd"), "Q6_K": ("",)}
+# Parts of the names of matrices that are stored as another kind, as in llama.cpp's Q2_K and Q4_K_M, and this kind.
+OTHERS_OF = {
+    "Q2_K": (("attn_v", "ffn_down"), "Q3_K"),
+    "Q3_K": ((), ""),
+    "Q4_K": ((), ""),
+    "Q4_K_M": (("attn_v", "ffn_down", "output", "token_embd"), "Q6_K"),
+    "Q6_K": ((), ""),
+}
+# Of the scales of random blocks, with which weights are about as large as those of a model.
+DEVIATIONS = {"Q2_K": 3e-3, "Q3_K": 1.5e-3, "Q4_K": 2e-4, "Q6_K": 4e-5}
 
 
 def k_quants(kinds: str, name: str, values: NDArray[np.float32]) -> tuple[GGMLQuantizationType, NDArray[np.uint8]]:
-    """Return random blocks for a matrix whose weights are about as large as those of a model."""
-    kind = "Q6_K" if any(part in name for part in SIXES[kinds]) else "Q4_K"
+    """Return random blocks for a matrix."""
+    parts, other = OTHERS_OF[kinds]
+    kind = other if any(part in name for part in parts) else kinds.removesuffix("_M")
     shape = values.shape
-    rows, deviation = int(np.prod(shape[:-1])), {"Q4_K": 2e-4, "Q6_K": 4e-5}[kind]
+    rows, deviation = int(np.prod(shape[:-1])), DEVIATIONS[kind]
     blocks = random_blocks(kind, rows, shape[-1] // 256, seed=zlib.crc32(name.encode()), deviation=deviation)
     return GGMLQuantizationType[kind], blocks.numpy().reshape(*shape[:-1], -1)
 
 
 @pytest.mark.parametrize("backend", ["torch", "compiled", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kinds", SIXES)
+@pytest.mark.parametrize("kinds", OTHERS_OF)
 @pytest.mark.parametrize("family", ["llama tied", "qwen3 moe"])
 def test_k_quants_give_the_logits_of_dequantised_weights(
     family: str, kinds: str, backend: str, tmp_path: Path, ranks: Ranks
@@ -230,7 +239,7 @@ def test_k_quants_give_the_logits_of_dequantised_weights(
         return
     # Scales are rounded to float16, by at most one part in 2,048, and shifts, from which little may be left.
     assert error(logits_of(path, backend=backend), expected) < 5e-3
-    if kinds == "Q4_K_M":
+    if kinds in ("Q2_K", "Q3_K", "Q4_K_M"):
         assert error(ranks.run(compute_as_rank, 2, str(path))[0], expected) < 5e-3
 
 

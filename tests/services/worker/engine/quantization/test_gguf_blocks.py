@@ -13,7 +13,7 @@ from services.worker.engine.quantization.matrices import above
 from tests.services.worker.engine.quantization.random_blocks import random_blocks
 
 # Their products of two scales are rounded to float16.
-ROUNDED = ("Q4_K", "Q5_K", "Q6_K")
+ROUNDED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 def expected_of(kind: str, blocks: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_weights_are_those_that_the_library_dequantises(kind: str) -> None:
 
 
 def test_columns_are_those_of_the_whole_matrix() -> None:
-    for kind in ("Q4_K", "Q6_K", "Q8_0"):
+    for kind in ("Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0"):
         matrix = grouped_blocks(kind, random_blocks(kind, 4, 2 if kind != "Q8_0" else 8))
         part = slice(48, 208)
         assert torch.equal(matrix.columns(part).widened(torch.float32), matrix.widened(torch.float32)[:, part])
