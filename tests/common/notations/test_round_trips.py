@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from common.notations.notation import Call
 from common.notations.pieces import merged
 from common.notations.registry import NOTATIONS
 from common.types import ToolStyle
-from tests.common.notations.cases import TOOLS, calls_in, calls_of, fed, text_in
+from tests.common.notations.cases import MARKS, TOOLS, calls_in, calls_of, can_write, fed, text_in
 from tests.examples import examples
 
 STYLES = list(ToolStyle)
@@ -60,12 +60,39 @@ TRICKY = [
 
 @pytest.mark.parametrize("style", STYLES)
 def test_every_cut_gives_the_same_pieces(style: ToolStyle) -> None:
-    text = AROUND[style][0] + NOTATIONS[style].render(TRICKY)
+    assert_no_cut_matters(style, TRICKY)
+
+
+# Without making a failing example smaller, which takes minutes with so many cuts.
+@pytest.mark.extended
+@pytest.mark.parametrize("style", STYLES)
+@settings(examples(40), phases=[Phase.generate])
+@given(data=st.data())
+def test_every_cut_of_any_calls_gives_the_same_pieces(style: ToolStyle, data: st.DataObject) -> None:
+    assert_no_cut_matters(style, data.draw(calls_of(style)))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("style", STYLES)
+def test_every_cut_of_marks_within_texts_gives_the_same_pieces(style: ToolStyle) -> None:
+    written = 0
+    for mark in MARKS:
+        calls = [
+            Call("get_weather", {"word": f"a {mark}\n", "list": [mark]}),
+            Call("get_weather", {"object": {mark: 1}}),
+        ]
+        if can_write(style, calls):
+            assert_no_cut_matters(style, calls)
+            written += 1
+    assert written >= len(MARKS) - 3
+
+
+def assert_no_cut_matters(style: ToolStyle, calls: list[Call]) -> None:
+    text = AROUND[style][0] + NOTATIONS[style].render(calls)
     whole = merged(fed(NOTATIONS[style].parser(TOOLS), [text]))
-    assert calls_in(whole) == TRICKY
-    assert merged(fed(NOTATIONS[style].parser(TOOLS), list(text))) == whole
-    for cut in range(1, len(text)):
-        assert merged(fed(NOTATIONS[style].parser(TOOLS), [text[:cut], text[cut:]])) == whole, text[:cut]
+    assert calls_in(whole) == calls
+    for parts in (list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
+        assert merged(fed(NOTATIONS[style].parser(TOOLS), parts)) == whole, parts[0]
 
 
 @pytest.mark.parametrize("style", STYLES)
