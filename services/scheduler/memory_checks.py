@@ -1,4 +1,4 @@
-"""Checks that a core accounts for all of its memory: pages, window pages, snapshots and the cache's tree."""
+"""Checks a core's memory: pages, window pages, snapshots, the cache's tree, and pages that other groups read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Paths of the cache's tree, of each kind, whose invariants a check looks at: about 0.1 % of a core.
 CHECKED_PATHS = 8
+# Leases of pages whose promise a check looks at, in turn.
+CHECKED_LEASES = 8
 SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
@@ -27,9 +29,11 @@ class MemoryChecks:
         self._log = get_logger("memory")
 
     def check(self) -> None:
-        """Check all accounts, and some paths of the cache's tree; export the numbers of pages to Prometheus."""
+        """Check all accounts, some paths of the tree and some leases; export the numbers of pages to Prometheus."""
         self._check_windows()
         self._check_snapshots()
+        # Before a repair may free leaked pages.
+        self._check_leases()
         self._check_pages()
         self._check_invariants()
 
@@ -79,6 +83,13 @@ class MemoryChecks:
         if not core.rows.running and not len(core.exports):
             core.sessions.lose_pins()
             self._log.warning("memory.repaired", freed_pages=core.memory.repair())
+
+    def _check_leases(self) -> None:
+        """Check that pages which other groups may still read are neither free nor granted again."""
+        wrong = self._core.exports.lent.faults(CHECKED_LEASES)
+        if wrong:
+            metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
+            self._log.error("memory.lease_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))
 
     def _check_invariants(self) -> None:
         """Check some paths of the cache's tree."""

@@ -133,7 +133,8 @@ CACHE_EVENTS_LOST_TOTAL = Counter(
     "pando_scheduler_cache_events_lost_total", "Events that watchers were not sent because they did not keep up."
 )
 CACHE_VIOLATIONS_TOTAL = Counter(
-    "pando_scheduler_cache_violations_total", "Violated invariants found on sampled paths of the tree; 0 is right."
+    "pando_scheduler_cache_violations_total",
+    "Violated invariants found on sampled paths of the tree and in sampled leases of pages; 0 is right.",
 )
 CONTENT_CHECK_SECONDS = Histogram(
     "pando_scheduler_content_check_seconds", "Time in which the content check judged one prompt."

@@ -49,6 +49,7 @@ class PageAllocator:
         self.snapshots: StateSnapshots | None = None
         self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
+        self._allocations: NDArray[np.int64] = np.zeros(capacity, np.int64)
         # A stack: [0, free_pages) are the free pages, the last is allocated first.
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._free_pages = capacity
@@ -74,6 +75,13 @@ class PageAllocator:
         view.flags.writeable = False
         return view
 
+    @property
+    def allocations(self) -> NDArray[np.int64]:
+        """How often each page was allocated, [capacity] int64; a read-only view."""
+        view = self._allocations.view()
+        view.flags.writeable = False
+        return view
+
     def last_owner(self, page: int) -> int:
         """Return the tag that the page was last allocated with."""
         return int(self._owners[page])
@@ -94,6 +102,7 @@ class PageAllocator:
         pages = self._free[self._free_pages : self._free_pages + count][::-1].copy()
         self._counts[pages] = 1
         self._owners[pages] = owner
+        self._allocations[pages] += 1
         self._references += count
         if self.observer is not None:
             self.observer.allocated(count, pages)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from services.scheduler.core.lent_pages import LentPages
+
 if TYPE_CHECKING:
     from common.steps import PageIds
     from common.types import SnapshotSlot, TokenIds, View
@@ -24,9 +26,11 @@ class Exports:
         """Start without pins."""
         # Changes when all pins are lost.
         self.generation = 0
+        # As granted by the workers, and apart from the pins.
+        self.lent = LentPages(memory.allocator)
         self._memory = memory
         self._pins: dict[bytes, list[PrefixLock]] = defaultdict(list)
-        self._lent: dict[bytes, SnapshotEntry] = {}
+        self._states: dict[bytes, SnapshotEntry] = {}
 
     def __len__(self) -> int:
         """Return the number of leases with pins or pages."""
@@ -44,10 +48,10 @@ class Exports:
     def lend_state(self, lease: bytes) -> SnapshotSlot | None:
         """Keep the snapshot after all pages of a lease's latest pin, once for a lease; return its slot, or None."""
         pins = self._pins.get(lease)
-        entry = self._memory.try_lend_state(pins[-1]) if pins and lease not in self._lent else None
+        entry = self._memory.try_lend_state(pins[-1]) if pins and lease not in self._states else None
         if entry is None:
             return None
-        self._lent[lease] = entry
+        self._states[lease] = entry
         return entry.slot
 
     def keep(self, lease: bytes, pages: PageIds) -> None:
@@ -60,11 +64,12 @@ class Exports:
         for pin in self._pins.pop(lease, ()):
             self._memory.unpin(pin)
         self._memory.let_go(lease)
-        if lease in self._lent:
-            self._memory.take_back_state(self._lent.pop(lease))
+        if lease in self._states:
+            self._memory.take_back_state(self._states.pop(lease))
 
     def lose_all(self) -> None:
         """Drop all pins because their memory is gone."""
         self.generation += 1
+        self.lent.forget_all()
         for lease in list(self._pins):
             self.release(lease)

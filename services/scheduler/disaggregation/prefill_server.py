@@ -8,6 +8,8 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from common.errors import PandoError, RequestFailedError, UnavailableError
 from common.logs import get_logger
 from common.types import RequestId, SamplingParams, StopConditions
@@ -163,8 +165,7 @@ class _Lease:
         Raises:
             UnavailableError: a worker was lost, and the pages with it.
         """
-        if self._generation != self.core.exports.generation:
-            raise UnavailableError("a worker was lost", retry_after_ms=1000)
+        self._check_memory()
         end = self._computed_tokens() // self.core.memory.cache.page_size
         if end <= self._pages or self._sequence is None:
             return ()
@@ -203,9 +204,15 @@ class _Lease:
         cache = self.core.memory.cache
         return cache.peek(self.request.view, ids) > self._pages * cache.page_size
 
+    def _check_memory(self) -> None:
+        if self._generation != self.core.exports.generation:
+            raise UnavailableError("a worker was lost", retry_after_ms=1000)
+
     async def _grant(self, new: tuple[int, ...], snapshots: tuple[SnapshotSlot, ...] = ()) -> tuple[int, ...]:
         if new or snapshots:
+            self._check_memory()
             self._has_granted = True
+            self.core.exports.lent.lend(self.name, np.array(new, np.int32))
             try:
                 await asyncio.gather(*(rank.grant_pages(self.name, new, snapshots) for rank in self._ranks))
             except PandoError as error:
@@ -222,6 +229,7 @@ class _Lease:
                     pending.discard(rank)
             if pending:
                 await asyncio.sleep(REVOKE_RETRY_S)
+        self.core.exports.lent.take_back(self.name)
         self.core.exports.release(self.name)
 
     def _computed_tokens(self) -> int:

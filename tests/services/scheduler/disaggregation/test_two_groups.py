@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from common.wire.requests import schedule_request_to_wire
 from deploy.supervisor.layout import free_port
@@ -54,6 +55,7 @@ class Groups:
         # Ranks whose workers of the prefill group do not answer.
         self.silent: set[int] = set()
         self.reads: list[PeerPages] = []
+        self._violations = _violations()
         for rank, worker in enumerate(self.decode.workers):
             worker.read_peer = partial(self._lend, rank)
             worker.pages = decode_pages
@@ -101,6 +103,11 @@ class Groups:
             state = await pipeline.state()
             assert all(tier.protected_pages == 0 for tier in state.tiers)
             assert state.leaked_pages == 0
+        assert _violations() == self._violations, "of the tree, or of pages that were lent"
+
+
+def _violations() -> float | None:
+    return REGISTRY.get_sample_value("pando_scheduler_cache_violations_total")
 
 
 @pytest.fixture
