@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 MIXTURE = "Q4_K_M"
+# After the name of a kind: embedding and head are of `_OUTSIDE`, as in llama.cpp's MXFP4_MOE.
+LAYERS = " layers"
+_OUTSIDE = Kind.Q8_0
 _BLOCK = 256
 # Rows of other widths than multiples of 256 are of these kinds instead.
 _FALLBACKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q6_K: Kind.Q8_0}
@@ -29,14 +32,15 @@ def kind_of(mixture: str, name: str, columns: int, layers: int, *, is_tied: bool
     """Return the kind of a matrix's blocks.
 
     Args:
-        mixture: `Q4_K_M`, or the name of a kind for all matrices.
+        mixture: `Q4_K_M`, the name of a kind for all matrices, or this and `LAYERS`.
         name: its name in the file.
         columns: weights of a row.
         layers: of the model.
         is_tied: whether the embedding is also the head.
     """
     if mixture != MIXTURE:
-        return Kind[mixture]
+        is_outside = mixture.endswith(LAYERS) and not name.startswith("blk.")
+        return _OUTSIDE if is_outside else Kind[mixture.removesuffix(LAYERS)]
     is_head = name == "output.weight" or (is_tied and name == "token_embd.weight")
     part = name.split(".")
     is_wider = len(part) > 2 and part[2] in _SENSITIVE and _gets_more_bits(int(part[1]), layers)

@@ -4,10 +4,10 @@
 that `--formats` names, and continues prompts greedily. Weights are rounded to nearest or, if `, calibrated` follows a
 format, chosen by its published method on other texts (`quantization_methods.py`): AWQ for its own format, GPTQ for
 other groups of integers, and measured scales of activations for static FP8. `gguf Q8_0` and other kinds of blocks are
-stored in a GGUF file, and so is `gguf Q4_K_M`, llama.cpp's mixture of kinds. `fp8 keys and values` leaves weights
-alone. Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence, how often
-the likeliest token is the same, in the texts and after the prompts, and how many tokens of a continuation are the
-same until the first that is not.
+stored in a GGUF file, and so is `gguf Q4_K_M`, llama.cpp's mixture of kinds; with `gguf MXFP4 layers`, embedding and
+head are in Q8_0. `fp8 keys and values` leaves weights alone. Written are the mean negative log likelihood (nats per
+token), the mean Kullback-Leibler divergence, how often the likeliest token is the same, in the texts and after the
+prompts, and how many tokens of a continuation are the same until the first that is not.
 
 `speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
 memory, not from a cache. On a GPU it replays captured passes; on a CPU with one thread, times are the thread's own. All

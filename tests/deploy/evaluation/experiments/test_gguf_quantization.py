@@ -8,7 +8,7 @@ from gguf.quants import dequantize
 from deploy.evaluation.experiments.gguf_quantization import MIXTURE, kind_of, quantise
 
 # Of normally distributed weights: the error of the nearest of the integers, as a share of the deviation, at most.
-ERRORS = {Kind.Q4_K: 0.075, Kind.Q6_K: 0.019, Kind.Q8_0: 0.006}
+ERRORS = {Kind.Q4_K: 0.075, Kind.Q6_K: 0.019, Kind.Q8_0: 0.006, Kind.MXFP4: 0.125}
 
 
 def error(values: np.ndarray, kind: Kind) -> float:
@@ -50,3 +50,12 @@ def test_the_mixture_has_the_kinds_that_llama_cpp_chooses() -> None:
     # Rows of SmolLM2.
     assert (kind("blk.4.attn_v.weight", 576), kind("blk.0.attn_v.weight", 576)) == (Kind.Q5_0, Kind.Q8_0)
     assert kind_of("Q8_0", "blk.0.attn_v.weight", 576, 30, is_tied=True) is Kind.Q8_0
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output.weight"])
+def test_embedding_and_head_may_have_eight_bits(name: str) -> None:
+    def kind(mixture: str, name: str) -> Kind:
+        return kind_of(mixture, name, 576, 30, is_tied=True)
+
+    assert (kind("MXFP4", name), kind("MXFP4 layers", name)) == (Kind.MXFP4, Kind.Q8_0)
+    assert kind("MXFP4 layers", "blk.0.attn_v.weight") is Kind.MXFP4
