@@ -39,6 +39,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -46,22 +47,21 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 from PIL import Image
 
 from deploy.evaluation.attack.seeing_model import save_shape
-from deploy.evaluation.bench.client import AnswerReader, error_message
+from deploy.evaluation.bench.client import AnswerReader
 from deploy.evaluation.bench.cpu import parse_target
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.evaluation.bench.partial_results import Deadline, PartialResults, report, within_time
-from deploy.evaluation.bench.transport import HttpClient, TransportError
+from deploy.evaluation.bench.transport import HttpClient
+from deploy.evaluation.experiments.image_client import ImageClient, OtherProcess, RequestError
 from deploy.evaluation.experiments.pipeline_shares import processor_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
-# Any: JSON of requests.
-Message = dict[str, Any]
+    from deploy.evaluation.experiments.image_client import Message, PreparedRequest, TimedAnswer
 
 SEVERAL = 4
 # They begin alike, as instructions of an application do: pages of KV are found whole.
@@ -80,10 +80,6 @@ RESERVE_S = 8.0
 PARTS = (
     "images per second", "first tokens", "chat", "streams alone", "streams beside texts", "streams beside images",
 )  # fmt: skip
-
-
-class RequestError(Exception):
-    """A request was refused, or has no complete answer."""
 
 
 def main() -> int:
@@ -132,7 +128,8 @@ def measure_running(arguments: argparse.Namespace, deadline: Deadline) -> int:
     name = arguments.model.name if arguments.model.is_dir() else str(arguments.model)
     try:
         servers = [
-            ImageServer(label or url, HttpClient(url), label or url) for label, url in map(parse_target, arguments.url)
+            ImageServer(label or url, url, HttpClient(url), label or url)
+            for label, url in map(parse_target, arguments.url)
         ]
     except ValueError as error:
         report(str(error))
@@ -168,8 +165,8 @@ def measure_launched(arguments: argparse.Namespace, deadline: Deadline) -> int:
         try:
             with deployment:
                 report(f"a deployment serves after {time.monotonic() - began_at:.1f} s")
-                http = HttpClient(deployment.url)
-                servers = [ImageServer("the deployment", http, label, deployment.process_ids)]
+                url = deployment.url
+                servers = [ImageServer("the deployment", url, HttpClient(url), label, deployment.process_ids)]
                 if failed := failures(measure(arguments, arguments.model.name, servers, deadline)):
                     report(deployment.last_lines())
         except LaunchError as error:
@@ -186,6 +183,7 @@ class ImageServer:
     """
 
     name: str
+    url: str
     http: HttpClient
     label: str | None
     process_ids: Mapping[str, int] = field(default_factory=dict)
@@ -200,20 +198,22 @@ async def measure(
         RequestError: a request failed, or did not end in time; alone or in an exception group.
     """
     measurements: dict[str, ImageMeasurement] = {}
-    for server in servers:
-        client = ImageClient(server.http, model, deadline)
-        results = PartialResults("images", arguments.model.name, arguments.json, label=server.label)
-        measurements[server.name] = ImageMeasurement(arguments, client, results, server.process_ids)
-    for name, measurement in measurements.items():
-        began_at = time.monotonic()
-        await measurement.warm_up()
-        report(f"warm-up of {name}: {time.monotonic() - began_at:.1f} s")
-    chosen = [name for name in PARTS if name in arguments.parts]
-    for part in within_time(chosen * arguments.repeats, deadline, RESERVE_S):
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            client = ImageClient(server.http, model, deadline)
+            results = PartialResults("images", arguments.model.name, arguments.json, label=server.label)
+            other = await stack.enter_async_context(OtherProcess(server.url, model, deadline))
+            measurements[server.name] = ImageMeasurement(arguments, client, other, results, server.process_ids)
         for name, measurement in measurements.items():
-            if len(measurements) > 1:
-                report(f"{name}:")
-            await measurement.run(part)
+            began_at = time.monotonic()
+            await measurement.warm_up()
+            report(f"warm-up of {name}: {time.monotonic() - began_at:.1f} s")
+        chosen = [name for name in PARTS if name in arguments.parts]
+        for part in within_time(chosen * arguments.repeats, deadline, RESERVE_S):
+            for name, measurement in measurements.items():
+                if len(measurements) > 1:
+                    report(f"{name}:")
+                await measurement.run(part)
 
 
 class ImageMeasurement:
@@ -223,12 +223,15 @@ class ImageMeasurement:
         self,
         arguments: argparse.Namespace,
         client: ImageClient,
+        other: OtherProcess,
         results: PartialResults,
         process_ids: Mapping[str, int],
     ) -> None:
+        """Stream with `client`; `other` sends what is asked beside the streams."""
         self._arguments = arguments
         self._process_ids = process_ids
         self._client = client
+        self._other = other
         self._results = results
         self._users = (f"user {number}" for number in count())
         # The p99 of gaps beside texts, if they have been watched since the last gaps beside images.
@@ -333,7 +336,7 @@ class ImageMeasurement:
 
     def _add_gaps(self, title: str, gaps: Sequence[float]) -> float:
         """Add percentiles of gaps, given in seconds; return the last one in ms."""
-        for percent in (50, 99):
+        for percent in (50, 90, 99):
             metric = f"ITL p{percent}, {self._arguments.streams} streams {title}"
             value = float(np.percentile(gaps, percent)) * 1e3
             self._results.add(metric, "ms", [value])
@@ -362,8 +365,9 @@ class ImageMeasurement:
     ) -> tuple[list[float], list[TimedAnswer]]:
         """Return the seconds between chunks of text streams, and the answers to requests that are sent meanwhile.
 
-        All streams have begun when the first request is sent; one that ends is followed by another.
+        All streams have begun when the first request is sent, by another process; one that ends is followed by another.
         """
+        await self._other.hold(requests)
         readers: list[AnswerReader] = []
 
         async def stream() -> None:
@@ -376,10 +380,8 @@ class ImageMeasurement:
             streams = [group.create_task(stream()) for _ in range(self._arguments.streams)]
             while len(readers) < len(streams) or not all(reader.chunks_s for reader in readers[: len(streams)]):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
-            began_at, asked = time.monotonic(), []
-            for number, request in enumerate(requests):
-                await asyncio.sleep(began_at + number / self._arguments.rate - time.monotonic())
-                asked.append(group.create_task(self._client.send(request)))
+            began_at = time.monotonic()
+            answers = group.create_task(self._other.send(self._arguments.rate, began_at))
             await asyncio.sleep(began_at + seconds - time.monotonic())
             ended_at = time.monotonic()
             for each in streams:
@@ -390,81 +392,11 @@ class ImageMeasurement:
             for earlier, later in pairwise(reader.chunks_s)
             if began_at <= earlier and later <= ended_at
         ]
-        return gaps, [task.result() for task in asked]
+        return gaps, answers.result()
 
     def _pictures(self, number: int) -> list[str]:
         with ThreadPoolExecutor() as pool:
             return list(pool.map(picture_url, [self._arguments.size] * number))
-
-
-@dataclass(frozen=True, slots=True)
-class TimedAnswer:
-    """A complete answer, and what the server says of its prompt."""
-
-    text: str
-    first_token_ms: float
-    prompt_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request that is ready to be sent: encoding a picture's takes time that streams would wait."""
-
-    path: str
-    body: bytes
-
-
-class ImageClient:
-    """Sends conversations and prompts, and reads the streams."""
-
-    def __init__(self, http: HttpClient, model: str, deadline: Deadline) -> None:
-        self._http = http
-        self._model = model
-        self._deadline = deadline
-
-    def chat(self, user: str, messages: Sequence[Message], tokens: int) -> PreparedRequest:
-        """Return the request for an answer of so many tokens to a user's conversation."""
-        return self._prepared("/v1/chat/completions", user, tokens, {"messages": messages})
-
-    def completion(self, user: str, ids: Sequence[int], tokens: int) -> PreparedRequest:
-        """Return the request for so many tokens after a user's prompt, given by its token ids."""
-        return self._prepared("/v1/completions", user, tokens, {"prompt": ids})
-
-    async def ask(
-        self, user: str, messages: Sequence[Message], tokens: int, reader: AnswerReader | None = None
-    ) -> TimedAnswer:
-        """Send a `chat`; see `send`."""
-        return await self.send(self.chat(user, messages, tokens), reader)
-
-    async def send(self, request: PreparedRequest, reader: AnswerReader | None = None) -> TimedAnswer:
-        """Send a request and return its answer; `reader` can be watched meanwhile.
-
-        Raises:
-            RequestError: it is refused, fails, or does not end before the deadline.
-        """
-        reader = reader or AnswerReader(time.monotonic)
-        began_at = time.monotonic()
-        try:
-            response = await self._http.request(
-                "POST", request.path, request.body, sink=reader.feed, timeout_s=self._deadline.left_s
-            )
-        except TransportError as error:
-            raise RequestError(f"{error.kind}: {error}") from error
-        if response.status != 200:
-            raise RequestError(f"HTTP {response.status}: {error_message(orjson.loads(response.body))}")
-        times = reader.output_times()
-        if reader.error is not None or not times:
-            raise RequestError(reader.error or "an answer without a token")
-        first_ms = (times[0] - began_at) * 1e3
-        return TimedAnswer("".join(reader.text), first_ms, reader.input_tokens or 0, reader.cached_tokens or 0)
-
-    def _prepared(self, path: str, user: str, tokens: int, content: dict[str, Any]) -> PreparedRequest:
-        common = {
-            "model": self._model, "max_tokens": tokens, "temperature": 1.0, "user": user, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        return PreparedRequest(path, orjson.dumps(common | content))
 
 
 def _since(used: Mapping[str, float], process_ids: Mapping[str, int]) -> dict[str, float]:

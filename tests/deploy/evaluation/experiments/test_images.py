@@ -7,9 +7,11 @@ import asyncio
 import base64
 import io
 import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -18,13 +20,17 @@ from tokenizers import Tokenizer
 from deploy.evaluation.bench.partial_results import Deadline, PartialResults
 from deploy.evaluation.bench.transport import Response
 from deploy.evaluation.experiments import images
-from deploy.evaluation.experiments.images import (
-    TEXT_IDS,
+from deploy.evaluation.experiments.image_client import (
     ImageClient,
-    ImageMeasurement,
+    OtherProcess,
     PreparedRequest,
     RequestError,
     TimedAnswer,
+    send_at_rate,
+)
+from deploy.evaluation.experiments.images import (
+    TEXT_IDS,
+    ImageMeasurement,
     about,
     picture_url,
     served_directory,
@@ -34,7 +40,7 @@ from services.tokenizer.images.processor import Detail
 from services.tokenizer.images.registry import read_processor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from deploy.evaluation.bench.client import AnswerReader
 
@@ -142,10 +148,29 @@ class PacedClient(ImageClient):
             self.streams -= 1
 
 
+class SameProcess:
+    """Stands in for `OtherProcess`, with a client of this process."""
+
+    def __init__(self, client: ImageClient) -> None:
+        self._client = client
+        self._held: list[PreparedRequest] = []
+
+    async def hold(self, requests: Sequence[PreparedRequest]) -> None:
+        self._held = list(requests)
+
+    async def send(self, rate: float, began_at: float) -> list[TimedAnswer]:
+        return await send_at_rate(self._client, self._held, rate, began_at)
+
+
+def measurement_of(arguments: argparse.Namespace, client: ImageClient, file: Path, **pids: int) -> ImageMeasurement:
+    other: Any = SameProcess(client)
+    return ImageMeasurement(arguments, client, other, PartialResults("images", "m", file), pids)
+
+
 def test_texts_are_as_many_and_as_long_as_images_and_their_gaps_are_compared(tmp_path: Path) -> None:
     client, file = PacedClient(), tmp_path / "results.json"
     arguments = argparse.Namespace(size=(28, 28), streams=2, rate=400.0, seconds=0.05)
-    measurement = ImageMeasurement(arguments, client, PartialResults("images", "m", file), {})
+    measurement = measurement_of(arguments, client, file)
 
     async def measure() -> None:
         await measurement.streams_beside_images()
@@ -178,8 +203,58 @@ def test_processor_time_is_that_of_each_service_for_a_picture(tmp_path: Path, mo
     process_ids = {"gateway": 1, "worker": 2}
     monkeypatch.setattr(images, "processor_seconds", lambda pids: next(times) if pids == process_ids else {})
     arguments = argparse.Namespace(size=(28, 28), images=4, concurrency=2)
-    results = PartialResults("images", "m", file)
-    asyncio.run(ImageMeasurement(arguments, PacedClient(), results, process_ids).throughput())
+    asyncio.run(measurement_of(arguments, PacedClient(), file, **process_ids).throughput())
     found = {result["metric"]: (result["value"], result["unit"]) for result in json.loads(file.read_text())}
     assert found["processor time of the gateway, throughput"] == (125.0, "ms/image")
     assert found["processor time of the worker, throughput"] == (1000.0, "ms/image")
+
+
+class CountingServer(BaseHTTPRequestHandler):
+    """Answers each request with one token; keeps when they came, and from which process."""
+
+    protocol_version = "HTTP/1.1"
+    came: ClassVar[list[tuple[float, bytes]]] = []
+    status = 200
+
+    def do_POST(self) -> None:
+        self.came.append((time.monotonic(), self.rfile.read(int(self.headers["content-length"]))))
+        events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}]
+        events.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}})
+        body = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+        if self.status != 200:
+            body = b'{"error": {"message": "made up"}}'
+        self.send_response(self.status)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    CountingServer.came, CountingServer.status = [], 200
+    with ThreadingHTTPServer(("127.0.0.1", 0), CountingServer) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+async def test_another_process_sends_what_it_holds_at_a_rate(server: str) -> None:
+    requests = [PreparedRequest("/v1/chat/completions", b"x" * size) for size in (1, 2, 3_000_000)]
+    async with OtherProcess(server, "m", Deadline.after(60)) as other:
+        await other.hold(requests)
+        began_at = time.monotonic() + 0.1
+        answers = await other.send(10.0, began_at)
+        assert [(answer.text, answer.prompt_tokens) for answer in answers] == [("a", 7)] * 3
+        came = sorted(CountingServer.came)
+        assert [len(body) for _, body in came] == [1, 2, 3_000_000]
+        assert all(at >= began_at + number / 10 for number, (at, _) in enumerate(came))
+        await other.hold(())
+        assert await other.send(10.0, time.monotonic()) == []
+        CountingServer.status = 503
+        await other.hold(requests[:1])
+        with pytest.raises(RequestError, match="HTTP 503: made up"):
+            await other.send(10.0, time.monotonic())
