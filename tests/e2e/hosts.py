@@ -53,11 +53,30 @@ class Host:
             pass
         return time.monotonic() - started
 
+    def is_reachable(self) -> bool:
+        """Whether this host answers within a second, and be it by refusing a connection."""
+        try:
+            socket.create_connection((self.address, 1), timeout=1).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True
+
     def sent_bytes(self) -> int:
         """Return the bytes that have left this host."""
         command = ["ip", "-n", self.name, "-s", "-j", "link", "show", self.interface]
         shown = subprocess.run(command, check=True, capture_output=True, text=True)
         return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Take this host from the network."""
+        _run("-n", self.name, "link", "set", self.interface, "down")
+        try:
+            yield
+        finally:
+            _run("-n", self.name, "link", "set", self.interface, "up")
 
 
 @contextmanager

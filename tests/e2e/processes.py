@@ -46,6 +46,13 @@ class Processes:
         process.send_signal(number)
         process.wait(timeout_s)
 
+    def kill(self, name: str) -> None:
+        """Kill a process, which stays among these until it is started again."""
+        self._processes[name].kill()
+
+    def has_ended(self, name: str) -> bool:
+        return self._processes[name].poll() is not None
+
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 
