@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
@@ -139,6 +140,7 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: Devic
     """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
     fake_options = options_from_environment()
     nixl = make_nixl(settings)
+    options = partial(runner_options, settings, takes_turns=isinstance(device, SharedDevice))
 
     def load(spec: EngineSpec, report: ProgressReport) -> LoadedModel:
         if spec.load_format == FAKE_FORMAT:
@@ -149,15 +151,15 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: Devic
         if spec.only_encodes:
             from services.worker.engine.vision.vision_model import VisionModel
 
-            return VisionModel(lambda report: load_encoder(spec, report, runner_options(settings)), report)
-        return TorchModel(load_model(spec, report, runner_options(settings, nixl)), spec, report, library)
+            return VisionModel(lambda report: load_encoder(spec, report, options()), report)
+        return TorchModel(load_model(spec, report, options(nixl)), spec, report, library)
 
     def prepare(spec: EngineSpec, serving: LoadedModel) -> LoadModel | None:
         if spec.load_format == FAKE_FORMAT:
             return None
         from services.worker.engine.execution.torch_model import prepare_model
 
-        return prepare_model(spec, runner_options(settings), serving, library)
+        return prepare_model(spec, options(), serving, library)
 
     return ModelEngine(load, prepare, device)
 
@@ -175,7 +177,9 @@ def make_nixl(settings: WorkerSettings) -> NixlAgents | None:
     return NixlAgents()
 
 
-def runner_options(settings: WorkerSettings, nixl: NixlAgents | None = None) -> RunnerOptions:
+def runner_options(
+    settings: WorkerSettings, nixl: NixlAgents | None = None, *, takes_turns: bool = False
+) -> RunnerOptions:
     """Return the settings of this host for a model that torch computes."""
     from services.worker.engine.backends import RunnerOptions
 
@@ -185,6 +189,7 @@ def runner_options(settings: WorkerSettings, nixl: NixlAgents | None = None) -> 
         threads=settings.threads,
         backend=settings.backend,
         products=settings.products,
+        takes_turns=takes_turns,
         nixl=nixl,
     )
 

@@ -67,6 +67,8 @@ class RunnerOptions:
     """auto, own or onednn; of compiled operators, auto takes what was measured to be faster."""
     graphs: bool = True
     """Whether passes on GPUs are captured as CUDA graphs; without, they run program by program, for comparison."""
+    takes_turns: bool = False
+    """Whether other models share the device, so that this one will sleep again each time it has woken."""
     nixl: NixlAgents | None = None
     """Reads pages of other groups, and lends them; None: CUDA IPC does on GPUs of one host, and gRPC elsewhere."""
 

@@ -195,7 +195,7 @@ class DecoderLoader:
             model, pool, capacity, group, activation_dtype=rank.activation_dtype, form=_form(decoder, pool),
             is_captured=rank.is_captured, host_pool=host_pool, head=decoder.head, adapters=decoder.shelf(),
             vision=decoder.vision, nixl=rank.options.nixl, read_again=partial(_read_again, rank.spec, rank.options),
-            hidden_size=rank.config.hidden_size,
+            hidden_size=rank.config.hidden_size, takes_turns=rank.options.takes_turns,
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")

@@ -62,13 +62,13 @@ class ModelRunner:
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
         *, activation_dtype: torch.dtype, form: PageForm | None, is_captured: bool = False, hidden_size: int,
         host_pool: HostPool | None = None, head: PoolerHead | None = None, adapters: AdapterShelf | None = None,
-        vision: VisionEncoder | None = None, nixl: NixlAgents | None = None,
+        vision: VisionEncoder | None = None, nixl: NixlAgents | None = None, takes_turns: bool = False,
         read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
         """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped.
 
         `form`: where heads lie in a page, for workers of other groups; None: they cannot read any. `nixl`: what reads
-        between groups go over, too.
+        between groups go over, too. `takes_turns`: as in `RunnerOptions`.
         """
         # None: the model has no slots for adapters.
         self.adapters = adapters
@@ -85,6 +85,7 @@ class ModelRunner:
         self.vision = vision
         self.group = group
         self._read_again = read_again
+        self._takes_turns = takes_turns
         # None: dropped while this rank sleeps.
         self._model: Decoder | None = model
         # While this rank sleeps, a shape without memory.
@@ -179,7 +180,7 @@ class ModelRunner:
             ConfigurationError: the weights were dropped, and their files have changed since.
         """
         if self._parked is not None:
-            self._parked.restore()
+            self._parked.restore(keeps_host_memory=self._takes_turns)
             self._parked = None
         elif self._model is None:
             read = self._read_again(self, report)

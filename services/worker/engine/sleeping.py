@@ -50,8 +50,11 @@ class ParkedTensors:
         """Bytes of the copies."""
         return sum(size for _, size, _ in self._parked)
 
-    def restore(self) -> None:
+    def restore(self, *, keeps_host_memory: bool = False) -> None:
         """Move all tensors back.
+
+        The copies' memory stays page-locked for the next time if it `keeps_host_memory`: locking it takes longer than
+        copying.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for them.
@@ -64,7 +67,7 @@ class ParkedTensors:
         torch.cuda.synchronize()
         self._parked.clear()
         # Otherwise torch keeps the page-locked memory; earlier versions have no such function.
-        if hasattr(torch.accelerator, "empty_host_cache"):
+        if not keeps_host_memory and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
 
 

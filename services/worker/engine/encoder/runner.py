@@ -57,13 +57,18 @@ class EncoderRunner:
         device: torch.device,
         head: PoolerHead | None = None,
         *,
+        takes_turns: bool = False,
         read_again: Callable[[Callable[[float, str], None]], EncoderRunner],
     ) -> None:
-        """Take over the loaded model; `read_again` reads weights that were dropped."""
+        """Take over the loaded model; `read_again` reads weights that were dropped.
+
+        `takes_turns`: as in `RunnerOptions`.
+        """
         self.capacity = capacity
         self.head = head
         self.device = device
         self._read_again = read_again
+        self._takes_turns = takes_turns
         # None: dropped while this rank sleeps.
         self._encoder: Encoder | ModernEncoder | None = encoder
         self._parked: ParkedTensors | None = None
@@ -108,7 +113,7 @@ class EncoderRunner:
         )  # fmt: skip
         report(1.0, "ready")
         read_again = partial(cls.load, directory, spec, options=options)
-        return cls(encoder, capacity, device, pooler_head, read_again=read_again)
+        return cls(encoder, capacity, device, pooler_head, takes_turns=options.takes_turns, read_again=read_again)
 
     @property
     def encoder(self) -> Encoder | ModernEncoder:
@@ -132,7 +137,7 @@ class EncoderRunner:
             ConfigurationError: the weights were dropped, and their files have changed since.
         """
         if self._parked is not None:
-            self._parked.restore()
+            self._parked.restore(keeps_host_memory=self._takes_turns)
             self._parked = None
         elif self._encoder is None:
             read = self._read_again(report)

@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
+from common.file_locks import FileLock
+from common.settings import WorkerSettings
 from common.steps import EngineSpec, SleepLevel, SleepPart
 from common.transfers import TransferDirection
+from services.worker.__main__ import make_engine
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.encoder.runner import EncoderRunner
+from services.worker.engine.execution.device_claim import SharedDevice
+from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.kernels.torch.backend import TorchBackend
 from services.worker.engine.sleeping import ParkedTensors, tensors_of
 from tests.services.worker.engine.adapters.peft_adapters import EVERYTHING
@@ -242,3 +247,43 @@ def test_parked_tensors_come_back_with_their_views() -> None:
     for part, copy in zip(parts, wanted, strict=True):
         assert torch.equal(part, copy)
     assert parts[0].data_ptr() == whole.data_ptr()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_models_that_take_turns_keep_their_host_memory(
+    shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between naps as well, since to lock its pages again takes longer than the copies."""
+    kept: list[bool] = []
+
+    class Recorded(ParkedTensors):
+        def restore(self, *, keeps_host_memory: bool = False) -> None:
+            kept.append(keeps_host_memory)
+            super().restore(keeps_host_memory=keeps_host_memory)
+
+    monkeypatch.setattr("services.worker.engine.model_runner.ParkedTensors", Recorded)
+    monkeypatch.setattr("services.worker.engine.encoder.runner.ParkedTensors", Recorded)
+    save_tiny_llama(tmp_path / "decoder")
+    save_encoder(tmp_path / "encoder", "bert")
+    device = SharedDevice(FileLock(tmp_path / "device")) if shares else None
+    for name in ("decoder", "encoder"):
+        engine = make_engine(WorkerSettings(threads=1), GrammarLibrary(), device)
+        engine.configure(EngineSpec(str(tmp_path / name), device_pages=8, dtype="float32"), nothing)
+        engine.sleep(SleepLevel.HOST, keeps_host_pages=False)
+        assert engine.wake(tuple(SleepPart), nothing)
+        engine.close()
+    assert kept == [shares, shares]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keeps", [False, True])
+def test_host_memory_stays_page_locked_if_it_is_kept(keeps: bool) -> None:
+    tensor = torch.ones(2**24, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        parked = ParkedTensors([tensor])
+        before = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
+        parked.restore(keeps_host_memory=keeps)
+    again = ParkedTensors([tensor])
+    assert (torch.cuda.host_memory_stats()["allocated_bytes.allocated"] == before) is keeps
+    again.restore()
+    assert int(tensor.sum()) == 2**24
