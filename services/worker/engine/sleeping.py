@@ -66,9 +66,8 @@ class ParkedTensors:
             return
         torch.cuda.synchronize()
         self._parked.clear()
-        # Otherwise torch keeps the page-locked memory; earlier versions have no such function.
-        if not keeps_host_memory and hasattr(torch.accelerator, "empty_host_cache"):
-            torch.accelerator.empty_host_cache()
+        if not keeps_host_memory:
+            release_host_memory()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -103,12 +102,20 @@ def _attributes(at: object) -> Iterator[object]:
                 yield getattr(at, name)
 
 
+def release_host_memory() -> None:
+    """Return page-locked memory that no tensor uses to the system, which torch would keep for others."""
+    # Earlier versions have no such function.
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
 def release_memory(device: torch.device) -> None:
     """Return freed memory to the device, or to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        release_host_memory()
     else:
         return_freed_memory()
 

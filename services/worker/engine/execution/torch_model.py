@@ -26,7 +26,7 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
-from services.worker.engine.sleeping import release_memory, used_memory
+from services.worker.engine.sleeping import release_host_memory, release_memory, used_memory
 from services.worker.engine.vision.row_images import RowImages
 
 if TYPE_CHECKING:
@@ -288,6 +288,8 @@ class TorchModel:
         """Free the model's memory and leave its group."""
         self._executor = self._warmer = self.images = None
         self.runner.close()
+        if self.runner.device.type == "cuda":
+            release_host_memory()
 
     @property
     def _follows_grammars(self) -> bool:

@@ -22,7 +22,7 @@ from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.execution.device_claim import SharedDevice
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.kernels.torch.backend import TorchBackend
-from services.worker.engine.sleeping import ParkedTensors, tensors_of
+from services.worker.engine.sleeping import ParkedTensors, release_host_memory, tensors_of
 from tests.services.worker.engine.adapters.peft_adapters import EVERYTHING
 from tests.services.worker.engine.adapters.test_products import logits_of, save_four
 from tests.services.worker.engine.driving import Driver, load, random_ids
@@ -275,15 +275,40 @@ def test_models_that_take_turns_keep_their_host_memory(
     assert kept == [shares, shares]
 
 
+def page_locked() -> int:
+    """Return the bytes that torch holds, in use or not."""
+    current: int = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    return current
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("keeps", [False, True])
 def test_host_memory_stays_page_locked_if_it_is_kept(keeps: bool) -> None:
-    tensor = torch.ones(2**24, dtype=torch.uint8, device="cuda")
+    release_host_memory()
+    before, tensor = page_locked(), torch.ones(2**24, dtype=torch.uint8, device="cuda")
     for _ in range(2):
         parked = ParkedTensors([tensor])
-        before = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
+        assert page_locked() == before + 2**24
         parked.restore(keeps_host_memory=keeps)
-    again = ParkedTensors([tensor])
-    assert (torch.cuda.host_memory_stats()["allocated_bytes.allocated"] == before) is keeps
-    again.restore()
+        assert page_locked() == before + 2**24 * keeps
     assert int(tensor.sum()) == 2**24
+    release_host_memory()
+    assert page_locked() == before
+
+
+@pytest.mark.gpu
+def test_a_gpus_deeper_sleep_and_its_end_free_host_memory(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "model")
+    engine = make_engine(WorkerSettings(), GrammarLibrary(), SharedDevice(FileLock(tmp_path / "device")))
+    engine.configure(EngineSpec(str(tmp_path / "model"), device_pages=8, dtype="bfloat16"), nothing)
+    release_host_memory()
+    released = page_locked()
+    for level in (SleepLevel.HOST, SleepLevel.DROPPED):
+        engine.sleep(level, keeps_host_pages=False)
+        assert (page_locked() > released) is (level is SleepLevel.HOST)
+    assert engine.wake(tuple(SleepPart), nothing)
+    engine.sleep(SleepLevel.HOST, keeps_host_pages=False)
+    assert engine.wake(tuple(SleepPart), nothing)
+    assert page_locked() > released
+    engine.close()
+    assert page_locked() <= released
