@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple, Unpack
 
 import orjson
 
@@ -15,13 +19,15 @@ from deploy.evaluation.bench.client import AnswerReader, error_message
 from deploy.evaluation.bench.transport import HttpClient, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from deploy.evaluation.bench.partial_results import Deadline
 
 # Any: JSON of requests.
 Message = dict[str, Any]
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class RequestError(Exception):
@@ -105,28 +111,43 @@ class OtherProcess:
         """Prepare for a server; entering starts the process."""
         self._server = url, model, deadline
         self._pool = ProcessPoolExecutor(1, get_context("spawn"))
+        self._process: int | None = None
 
     async def __aenter__(self) -> Self:
         """Start the process, which takes a second."""
-        await self.hold(())
+        self._process = await self._run(os.getpid)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # This process waits for that one at its end, which may wait for answers.
+        if error is not None and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def hold(self, requests: Sequence[PreparedRequest]) -> None:
-        """Hand over the requests that `send` sends."""
-        await asyncio.get_running_loop().run_in_executor(self._pool, _hold, tuple(requests))
+        """Hand over the requests that `send` sends.
+
+        Raises:
+            RequestError: the process has died.
+        """
+        await self._run(_hold, tuple(requests))
 
     async def send(self, rate: float, began_at: float) -> list[TimedAnswer]:
         """Send the requests, so many a second from `began_at` of the monotonic clock on; return their answers.
 
         Raises:
-            RequestError: one is refused, fails, or does not end before the deadline.
+            RequestError: one is refused, fails, or does not end before the deadline, or the process has died.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _send_held, *self._server, rate, began_at)
+        return await self._run(_send_held, *self._server, rate, began_at)
+
+    async def _run(self, call: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        except BrokenProcessPool as error:
+            raise RequestError("the process that sends requests beside streams has died") from error
 
 
 # Of the process that sends them.

@@ -7,6 +7,8 @@ import asyncio
 import base64
 import io
 import json
+import os
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -258,3 +260,23 @@ async def test_another_process_sends_what_it_holds_at_a_rate(server: str) -> Non
         await other.hold(requests[:1])
         with pytest.raises(RequestError, match="HTTP 503: made up"):
             await other.send(10.0, time.monotonic())
+
+
+async def test_a_failure_ends_the_other_process_and_its_death_is_named() -> None:
+    async def fail(other: OtherProcess) -> None:
+        async with other:
+            process = other._process
+            assert process is not None
+            os.kill(process, signal.SIGSTOP)
+            raise RequestError("made up")
+
+    other = OtherProcess("http://127.0.0.1:9", "m", Deadline.after(60))
+    with pytest.raises(RequestError, match="made up"):
+        await fail(other)
+    with pytest.raises(RuntimeError):
+        await other.hold(())
+    async with OtherProcess("http://127.0.0.1:9", "m", Deadline.after(60)) as other:
+        assert other._process is not None
+        os.kill(other._process, signal.SIGKILL)
+        with pytest.raises(RequestError, match="has died"):
+            await other.send(1.0, time.monotonic())
