@@ -320,9 +320,9 @@ class SchedulerSettings(Section):
     """Prompt tokens in a step that also decodes, to keep decode latency even; more if many wait (mixed_step_share).
     Absent: always as many as fit."""
     mixed_step_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the prompt tokens that wait which a step with decoding sequences takes at least, up to max_step_tokens,
-    so that the queue does not grow. 0: never more than mixed_step_tokens, by which decode latency stays even also
-    beside long prompts, whose first tokens come later."""
+    """With mixed_step_tokens: share of the prompt tokens that wait which a step with decoding sequences takes at least,
+    up to max_step_tokens, so that the queue does not grow. 0: no more than mixed_step_tokens, except for images whose
+    tokens belong in one step; decode latency stays even also beside long prompts, whose first tokens come later."""
     device_pages: int | None = Field(default=None, ge=1)
     """KV pages on the device; absent: the worker derives the number from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
