@@ -37,9 +37,9 @@ _APPLICATION_ID = 0x504B6579
 # The leading parts of a scope, which identify the accountable party. Clients choose the rest (a salt) freely, and an
 # entry for each salt would let them fill the file.
 _ACCOUNTABLE_PARTS = 2
-# Maximum number of scopes whose keys are kept in memory.
+# Maximum number of scopes whose keys are kept in memory, and of seeds that could not be written.
 _CACHED_SCOPES = 65_536
-# Time to wait for a lock held by another process; it blocks the scheduler's loop.
+# Time that a statement waits for a lock held by another process; it blocks the scheduler's loop.
 _LOCK_TIMEOUT_S = 1.0
 # Key of the file's own secret in the table of seeds; the tags of scopes are longer.
 _OWN_SECRET = b""
@@ -121,8 +121,8 @@ class Keyring:
 
     There is one seed per subject and tenant and one for the public. `revoke` overwrites it, so that pages stored under
     it can be neither named nor decrypted any more, wherever copies of them exist. Other processes apply the revocation
-    at their next `refresh`. If the file cannot be written, the revocation holds in this process and an error is logged;
-    `refresh` tries again.
+    at their next `refresh`. If the file cannot be written, the revocation holds in this process, new seeds are kept in
+    its memory, and an error is logged; `refresh` tries again.
     """
 
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
@@ -140,9 +140,13 @@ class Keyring:
         self._given = secret
         self._log = get_logger("keyring")
         self._cached: dict[Scope, ScopeKeys] = {}
-        # New seeds that could not be written yet, by tag of the scope.
-        self._unwritten: dict[bytes, bytes] = {}
+        # Seeds to be written to the file, by tag of the scope: those that replace revoked ones, and those of new
+        # subjects, unless the file has theirs by then.
+        self._revoking: dict[bytes, bytes] = {}
+        self._new: dict[bytes, bytes] = {}
         self._is_together = False
+        # Whether reads and writes have succeeded since `together` began.
+        self._is_readable = self._is_writable = True
         try:
             self._file = _open(path, secret)
         except (OSError, ValueError) as error:
@@ -154,39 +158,51 @@ class Keyring:
         """Return the current names and key for writing and looking up pages of `scope`."""
         keys = self._cached.get(scope)
         if keys is None:
-            keys = scope_keys(self._file.secret, self._seed(self._tag(scope)), scope)
-            if len(self._cached) >= _CACHED_SCOPES:
-                self._cached.clear()
-            self._cached[scope] = keys
+            with contextlib.nullcontext() if self._is_together else self.together():
+                keys = scope_keys(self._file.secret, self._seed(self._tag(scope)), scope)
+                if len(self._cached) >= _CACHED_SCOPES:
+                    self._cached.clear()
+                # Before the end of the context, which drops the keys of seeds that the file has otherwise.
+                self._cached[scope] = keys
         return keys.of_pages(hashes)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Write the seeds of all subjects that are new within the context at its end, as each write waits for the disk.
 
-        If that fails, their keys last as long as this process.
+        After a failed write, nothing is written until the context ends, and after a failed read, nothing is read, so
+        that not each subject waits for a lock. Seeds that were not written stay in memory, and are written at the end
+        of the next context with new subjects, or by `refresh`; if the file has another seed of the subject by then,
+        that one replaces them. Until they are written, pages stored under them cannot be found by other processes.
         """
-        self._is_together = True
+        self._is_together = self._is_readable = self._is_writable = True
         try:
             yield
         finally:
             self._is_together = False
-            self._commit()
+            if self._file.database.in_transaction:
+                self._write()
 
     def revoke(self, scope: Scope = PUBLIC_SCOPE) -> None:
         """Replace the seed of `scope`, which also revokes all other scopes of the same subject."""
         self._cached.clear()
-        self._unwritten[self._tag(scope)] = secrets.token_bytes(KEY_BYTES)
-        self._write_revocations()
+        tag = self._tag(scope)
+        self._new.pop(tag, None)
+        self._revoking[tag] = secrets.token_bytes(KEY_BYTES)
+        self._write()
 
     def refresh(self) -> None:
-        """Apply other processes' revocations, and reopen the file if it was replaced."""
+        """Apply other processes' revocations, and reopen the file if it was replaced; write seeds that are not in it.
+
+        If it cannot be read, nothing is written, as that would wait for the same lock again.
+        """
         try:
             if _identity(self._path) != self._file.identity:
                 self._log.warning("keyring.replaced", path=str(self._path))
                 self._cached.clear()
-                # They replaced seeds that are gone.
-                self._unwritten.clear()
+                # They belonged to a file that is gone.
+                self._revoking.clear()
+                self._new.clear()
                 self._file.database.close()
                 self._file = _open(self._path, self._given)
             elif (version := _data_version(self._file.database)) != self._file.version:
@@ -194,8 +210,11 @@ class Keyring:
                 self._file.version = version
         except (OSError, sqlite3.Error, ValueError, ConfigurationError):
             self._log.exception("keyring.unreadable", path=str(self._path))
-        if self._unwritten:
-            self._write_revocations()
+        else:
+            if self._revoking or self._new:
+                # The file may have seeds that could not be read before.
+                self._cached.clear()
+                self._write()
 
     def close(self) -> None:
         self._file.database.close()
@@ -204,40 +223,55 @@ class Keyring:
         return scope_tag(self._file.secret, scope[:_ACCOUNTABLE_PARTS])
 
     def _seed(self, tag: bytes) -> bytes:
-        if tag in self._unwritten:
-            return self._unwritten[tag]
-        try:
-            return _seed_in(self._file.database, tag, is_together=self._is_together)
-        except sqlite3.Error:
-            self._log.exception("keyring.unusable", path=str(self._path))
-            # Pages stored under it cannot be found once this process has ended.
-            return secrets.token_bytes(KEY_BYTES)
+        """Return the seed of a tag, within `together`."""
+        if tag in self._revoking:
+            return self._revoking[tag]
+        found = self._find(tag)
+        if found is not None:
+            return found
+        if tag not in self._new and len(self._new) >= _CACHED_SCOPES:
+            del self._new[next(iter(self._new))]
+        return self._new.setdefault(tag, secrets.token_bytes(KEY_BYTES))
 
-    def _commit(self) -> None:
-        database = self._file.database
-        if not database.in_transaction:
-            return
+    def _find(self, tag: bytes) -> bytes | None:
+        """Return a seed from the file; if it has none, begin a transaction, so that no other process writes one."""
+        database, found = self._file.database, None
         try:
-            database.execute("COMMIT")
+            if self._is_readable:
+                found = _seed_in(database, tag)
         except sqlite3.Error:
+            self._is_readable = self._is_writable = False
             self._log.exception("keyring.unusable", path=str(self._path))
-            with contextlib.suppress(sqlite3.Error):
-                database.execute("ROLLBACK")
+        try:
+            if found is None and self._is_writable and not database.in_transaction:
+                database.execute("BEGIN IMMEDIATE")
+                found = _seed_in(database, tag)
+        except sqlite3.Error:
+            self._is_writable = False
+            self._log.exception("keyring.unusable", path=str(self._path))
+        return found
 
-    def _write_revocations(self) -> None:
+    def _write(self) -> None:
+        """Write all seeds that are not in the file, in the open transaction if there is one."""
         try:
             with _transaction(self._file.database) as database:
-                database.executemany("INSERT OR REPLACE INTO seeds VALUES (?, ?)", list(self._unwritten.items()))
+                database.executemany("INSERT OR REPLACE INTO seeds VALUES (?, ?)", list(self._revoking.items()))
+                # Of several processes' seeds for one subject, the first is kept.
+                added = database.executemany("INSERT OR IGNORE INTO seeds VALUES (?, ?)", list(self._new.items()))
         except sqlite3.Error:
-            self._log.exception("keyring.revocation_not_written", path=str(self._path))
+            event = "keyring.revocation_not_written" if self._revoking else "keyring.unusable"
+            self._log.exception(event, path=str(self._path))
         else:
-            self._unwritten.clear()
+            if added.rowcount < len(self._new):
+                self._cached.clear()
+            self._revoking.clear()
+            self._new.clear()
 
 
 def _open(path: Path, secret: bytes | None) -> _File:
     database = _open_database(path)
     try:
-        own_or_given = secret or _seed_in(database, _OWN_SECRET)
+        own_or_given = secret or _own_secret(database)
         return _File(database, own_or_given, _identity(path), _data_version(database))
     except BaseException:
         database.close()
@@ -292,26 +326,33 @@ def _check_or_make_tables(database: sqlite3.Connection) -> None:
     database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
 
 
-def _seed_in(database: sqlite3.Connection, tag: bytes, *, is_together: bool = False) -> bytes:
-    """Return the seed of a tag; create it if there is none, in a transaction that stays open if `is_together`."""
-    query = "SELECT seed FROM seeds WHERE scope = ?"
-    found = database.execute(query, (tag,)).fetchone()
+def _own_secret(database: sqlite3.Connection) -> bytes:
+    found = _seed_in(database, _OWN_SECRET)
     if found is None:
-        if is_together and not database.in_transaction:
-            database.execute("BEGIN IMMEDIATE")
         # If another process inserts one at the same time, the first of the two is kept.
-        database.execute("INSERT OR IGNORE INTO seeds VALUES (?, ?)", (tag, secrets.token_bytes(KEY_BYTES)))
-        found = database.execute(query, (tag,)).fetchone()
-    return bytes(found[0])
+        row = (_OWN_SECRET, secrets.token_bytes(KEY_BYTES))
+        database.execute("INSERT OR IGNORE INTO seeds VALUES (?, ?)", row)
+        found = _seed_in(database, _OWN_SECRET)
+    assert found is not None, "inserted above"
+    return found
+
+
+def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes | None:
+    found = database.execute("SELECT seed FROM seeds WHERE scope = ?", (tag,)).fetchone()
+    return None if found is None else bytes(found[0])
 
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Commit all writes, or none if an exception is raised."""
-    database.execute("BEGIN IMMEDIATE")
+    """Commit all writes, or none if an exception is raised, also by the commit; begin unless that was done before."""
     try:
+        if not database.in_transaction:
+            database.execute("BEGIN IMMEDIATE")
         yield database
+        database.execute("COMMIT")
     except BaseException:
-        database.execute("ROLLBACK")
+        # Some errors have rolled it back already.
+        if database.in_transaction:
+            with contextlib.suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
         raise
-    database.execute("COMMIT")

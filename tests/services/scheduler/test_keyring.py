@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import stat
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,7 @@ from services.scheduler.cache.types import PUBLIC_SCOPE
 from services.scheduler.storage_desk import Keyring
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CHAIN = [b"c" * 32]
@@ -23,6 +26,12 @@ CONNECT = sqlite3.connect
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "keyring.db"
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a statement wait for another process's lock for as short a time as matters to no test."""
+    monkeypatch.setattr("services.scheduler.storage_desk._LOCK_TIMEOUT_S", 0.01)
 
 
 def seeds_in(path: Path) -> list[bytes]:
@@ -65,19 +74,151 @@ def test_seeds_of_many_new_subjects_are_written_together(path: Path) -> None:
     assert writes_to(path) == before + 3
 
 
-def test_seeds_that_cannot_be_written_together_last_as_long_as_the_process(path: Path) -> None:
+@contextlib.contextmanager
+def lock_on(path: Path, begin: str) -> Iterator[None]:
+    """Be another process: BEGIN stops commits, BEGIN IMMEDIATE also other writes, and BEGIN EXCLUSIVE reads, too."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute(begin)
+    other.execute("SELECT seed FROM seeds").fetchall()
+    yield
+    other.execute("ROLLBACK")
+    other.close()
+
+
+class Waits(sqlite3.Connection):
+    """Counts statements that have waited for a lock in vain."""
+
+    count = 0
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*arguments)
+        except sqlite3.OperationalError:
+            Waits.count += 1
+            raise
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+def test_many_new_subjects_wait_once_for_a_lock(path: Path, monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
+    known = Keyring(path).keys(BOB, CHAIN)
+    monkeypatch.setattr("services.scheduler.storage_desk.sqlite3.connect", partial(CONNECT, factory=Waits))
     keyring = Keyring(path)
-    reading = sqlite3.connect(path, isolation_level=None)
-    reading.execute("BEGIN")
-    reading.execute("SELECT seed FROM seeds").fetchall()
-    with keyring.together():
+    subjects = [("t", f"user {number}") for number in range(40)]
+    keys = []
+    # A later plan waits, too.
+    for plan in (subjects[:20], subjects[20:]):
+        monkeypatch.setattr(Waits, "count", 0)
+        with lock_on(path, begin), keyring.together():
+            keys += [keyring.keys(subject, CHAIN) for subject in plan]
+            assert (keyring.keys(BOB, CHAIN) == known) is (begin != "BEGIN EXCLUSIVE")
+        assert Waits.count == 1
+    keyring.refresh()
+    for each in (keyring, Keyring(path)):
+        assert each.keys(BOB, CHAIN) == known
+        assert [each.keys(subject, CHAIN) for subject in subjects] == keys
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+@pytest.mark.parametrize("is_together", [False, True])
+def test_seeds_that_cannot_be_written_are_kept_and_written_later(path: Path, begin: str, *, is_together: bool) -> None:
+    keyring = Keyring(path)
+    salted = (*ANN, "salt")
+    with lock_on(path, begin), keyring.together() if is_together else contextlib.nullcontext():
         keys = keyring.keys(ANN, CHAIN)
-    assert keyring.keys(ANN, CHAIN) == keys
-    reading.execute("ROLLBACK")
-    assert Keyring(path).keys(ANN, CHAIN) != keys
-    with keyring.together():
-        later = keyring.keys(BOB, CHAIN)
-    assert Keyring(path).keys(BOB, CHAIN) == later
+        with_salt = keyring.keys(salted, CHAIN)
+    assert len(seeds_in(path)) == 1, "the file's own"
+    Keyring(path).keys(BOB, CHAIN)
+    # Another scheduler has written, and so nothing is cached any more.
+    with lock_on(path, "BEGIN IMMEDIATE"):
+        keyring.refresh()
+        assert [keyring.keys(scope, CHAIN) for scope in (ANN, salted)] == [keys, with_salt]
+    keyring.refresh()
+    for each in (keyring, Keyring(path)):
+        assert [each.keys(scope, CHAIN) for scope in (ANN, salted)] == [keys, with_salt]
+    # They are not written again.
+    with lock_on(path, "BEGIN IMMEDIATE"), capture_logs() as entries:
+        keyring.refresh()
+    assert not entries
+
+
+def test_seeds_that_could_not_be_written_are_written_with_the_next_ones(path: Path) -> None:
+    keyring = Keyring(path)
+    with lock_on(path, "BEGIN IMMEDIATE"):
+        keys = keyring.keys(ANN, CHAIN)
+    before = writes_to(path)
+    later = keyring.keys(BOB, CHAIN)
+    assert writes_to(path) == before + 1
+    assert [Keyring(path).keys(scope, CHAIN) for scope in (ANN, BOB)] == [keys, later]
+
+
+@pytest.mark.parametrize("is_refreshed", [False, True])
+def test_of_two_schedulers_seeds_for_a_subject_the_one_in_the_file_is_kept(path: Path, *, is_refreshed: bool) -> None:
+    keyring = Keyring(path)
+    with lock_on(path, "BEGIN IMMEDIATE"):
+        before = keyring.keys(ANN, CHAIN)
+    written = Keyring(path).keys(ANN, CHAIN)
+    assert keyring.keys(ANN, CHAIN) == before != written
+    if is_refreshed:
+        keyring.refresh()
+    else:
+        keyring.keys(BOB, CHAIN)
+    assert keyring.keys(ANN, CHAIN) == Keyring(path).keys(ANN, CHAIN) == written
+
+
+def test_a_seed_that_another_scheduler_writes_first_is_used_at_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, written = Keyring(path), []
+
+    class Late(sqlite3.Connection):
+        """Begins to write only after the other scheduler has written."""
+
+        def execute(self, *arguments: Any) -> sqlite3.Cursor:
+            if arguments == ("BEGIN IMMEDIATE",):
+                written.append(other.keys(ANN, CHAIN))
+            return super().execute(*arguments)
+
+    monkeypatch.setattr("services.scheduler.storage_desk.sqlite3.connect", partial(CONNECT, factory=Late))
+    assert [Keyring(path).keys(ANN, CHAIN)] == written
+
+
+def test_a_seed_that_could_not_be_read_is_read_although_nothing_can_be_written(path: Path) -> None:
+    known = Keyring(path).keys(ANN, CHAIN)
+    keyring = Keyring(path)
+    with lock_on(path, "BEGIN EXCLUSIVE"):
+        assert keyring.keys(ANN, CHAIN) != known
+    with lock_on(path, "BEGIN IMMEDIATE"):
+        keyring.refresh()
+        assert keyring.keys(ANN, CHAIN) == known
+
+
+def test_a_seed_that_could_not_be_written_can_be_revoked(path: Path) -> None:
+    keyring = Keyring(path, b"x" * 32)
+    with lock_on(path, "BEGIN IMMEDIATE"):
+        before = keyring.keys(ANN, CHAIN)
+        keyring.revoke(ANN)
+        after = keyring.keys(ANN, CHAIN)
+        assert after != before
+    keyring.refresh()
+    assert keyring.keys(ANN, CHAIN) == Keyring(path, b"x" * 32).keys(ANN, CHAIN) == after
+    with lock_on(path, "BEGIN IMMEDIATE"):
+        lost = keyring.keys(BOB, CHAIN)
+    path.unlink()
+    keyring.refresh()
+    assert keyring.keys(BOB, CHAIN) != lost
+
+
+def test_seeds_that_cannot_be_written_are_kept_up_to_a_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.storage_desk._CACHED_SCOPES", 3)
+    keyring = Keyring(path)
+    subjects = [("t", f"user {number}") for number in range(5)]
+    with lock_on(path, "BEGIN IMMEDIATE"), keyring.together():
+        keys = [keyring.keys(subject, CHAIN) for subject in subjects]
+        assert [keyring.keys(subject, CHAIN) for subject in subjects[2:]] == keys[2:]
+    keyring.refresh()
+    assert [keyring.keys(subject, CHAIN) == key for subject, key in zip(subjects, keys, strict=True)] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
 
 
 def test_two_keyring_files_have_no_keys_in_common(tmp_path: Path) -> None:
@@ -160,29 +301,20 @@ def test_no_names_are_stored_in_the_keyring(path: Path) -> None:
     assert b"name" not in path.read_bytes()
 
 
-def test_a_revocation_counts_although_it_cannot_be_written_and_is_written_later(path: Path) -> None:
+@pytest.mark.parametrize("begin", ["BEGIN", "BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+def test_a_revocation_counts_although_it_cannot_be_written_and_is_written_later(path: Path, begin: str) -> None:
     keyring = Keyring(path)
     before = keyring.keys(ANN, CHAIN)
-    blocking = sqlite3.connect(path, isolation_level=None)
-    blocking.execute("BEGIN EXCLUSIVE")
-    keyring.revoke(ANN)
-    after = keyring.keys(ANN, CHAIN)
-    keyring.refresh()
-    assert after == keyring.keys(ANN, CHAIN) != before
-    blocking.execute("ROLLBACK")
+    with lock_on(path, begin):
+        keyring.revoke(ANN)
+        after = keyring.keys(ANN, CHAIN)
+        keyring.refresh()
+        assert after == keyring.keys(ANN, CHAIN) != before
     assert Keyring(path).keys(ANN, CHAIN) == before
+    # It keeps no lock meanwhile.
+    Keyring(path).revoke(BOB)
     keyring.refresh()
     assert Keyring(path).keys(ANN, CHAIN) == keyring.keys(ANN, CHAIN) == after
-
-
-def test_while_the_file_cannot_be_used_keys_last_as_long_as_the_process(path: Path) -> None:
-    keyring = Keyring(path)
-    blocking = sqlite3.connect(path, isolation_level=None)
-    blocking.execute("BEGIN EXCLUSIVE")
-    keys = keyring.keys(ANN, CHAIN)
-    assert keyring.keys(ANN, CHAIN) == keys
-    blocking.execute("ROLLBACK")
-    assert Keyring(path).keys(ANN, CHAIN) != keys
 
 
 def test_a_destroyed_file_makes_everything_unreachable(path: Path) -> None:
@@ -220,7 +352,12 @@ def test_seeds_are_read_from_a_disk_that_cannot_be_written(path: Path, monkeypat
         return connection
 
     monkeypatch.setattr("services.scheduler.storage_desk.sqlite3.connect", connect)
-    assert Keyring(path).keys(ANN, CHAIN) == keys
+    keyring = Keyring(path)
+    with keyring.together():
+        new = keyring.keys(BOB, CHAIN)
+        assert keyring.keys(ANN, CHAIN) == keys
+    keyring.refresh()
+    assert [keyring.keys(scope, CHAIN) for scope in (ANN, BOB)] == [keys, new]
 
 
 def test_another_database_is_refused(path: Path) -> None:
