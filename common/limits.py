@@ -9,7 +9,7 @@ tenant's from `[default]`, its `each_subject` from `[default.each_subject]`, a n
 from __future__ import annotations
 
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from typing import Self
 
     from common.types import Subject
+
+
+class Weights(NamedTuple):
+    """The weights of a tenant and of one of its subjects at one time."""
+
+    tenant: float
+    subject: float
 
 
 class SubjectLimits(BaseModel):

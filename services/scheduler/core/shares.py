@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from common.limits import Limits
+from common.limits import Limits, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,7 +183,7 @@ class VirtualCounters:
         return sum(len(level) for level in self._subjects.values())
 
     def adopt(self, limits: Limits) -> None:
-        """Charge by the weights of `limits` from now on; past charges stay."""
+        """Charge by the weights of `limits` from now on; past charges stay, and their refunds."""
         self._limits = limits
         self._known.clear()
 
@@ -214,6 +214,9 @@ class VirtualCounters:
         own = tenant.subjects.get(subject.name, tenant.each_subject)
         return own.weight_while(throttled=subject in self._throttled)
 
+    def weights_of(self, subject: Subject) -> Weights:
+        return Weights(self.weight_of_tenant(subject.tenant), self.weight_of_subject(subject))
+
     def note_throttled(self, subject: Subject, options: RequestOptions) -> None:
         """Use the throttled weights that a request which arrives asks for, and the usual ones otherwise."""
         parties: tuple[tuple[str | Subject, bool], ...] = (
@@ -237,11 +240,17 @@ class VirtualCounters:
         self._subjects[subject.tenant].exit(subject.name)
         self._forget(self._tenants.exit(subject.tenant))
 
-    def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Charge prompt tokens and output tokens; negative: refund those that were not computed after all."""
+    def charge(
+        self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0, weights: Weights | None = None
+    ) -> None:
+        """Charge prompt tokens and output tokens; negative: refund those that were not computed after all.
+
+        A refund needs the `weights` of the charge, as those that hold now may differ; None: those.
+        """
         amount = prompt_tokens + self._config.output_weight * output_tokens
-        self._level(subject.tenant).charge(subject.name, amount / self.weight_of_subject(subject))
-        self._forget(self._tenants.charge(subject.tenant, amount / self.weight_of_tenant(subject.tenant)))
+        tenant, own = weights or self.weights_of(subject)
+        self._level(subject.tenant).charge(subject.name, amount / own)
+        self._forget(self._tenants.charge(subject.tenant, amount / tenant))
 
     def _limits_of(self, tenant: str) -> TenantLimits:
         limits = self._known.get(tenant)
@@ -271,11 +280,15 @@ class VirtualCounters:
 
 @dataclass(slots=True)
 class _IdleRows:
-    """The rows that a refused sequence leaves idle in each pass of a plan in flight, and the passes that are left."""
+    """The rows that a refused sequence leaves idle in each pass of a plan in flight, and the passes that are left.
+
+    They were charged with `weights`.
+    """
 
     sequence: Sequence
     rows: int
     passes: int
+    weights: Weights
 
 
 class Billing:
@@ -285,8 +298,9 @@ class Billing:
 
     Images are charged when they are encoded, too: a token for each of their embeddings. A retraction charges nothing
     again, and a choice that ends before its prompt is computed is refunded the rest. A sequence that waits for memory
-    is charged for idle rows of a plan when that is sent, and refunded those of passes that did not run. Without
-    counters every call is a no-op.
+    is charged for idle rows of a plan when that is sent, and refunded those of passes that did not run. Refunds have
+    the weights of their charges: a prompt keeps those with which it was charged first. Without counters every call is a
+    no-op.
     """
 
     def __init__(
@@ -304,7 +318,7 @@ class Billing:
         counters = self._counters_of(sequence)
         if counters is not None:
             sequence.charged_ahead += tokens
-            counters.charge(sequence.request.view.subject, prompt_tokens=tokens)
+            self._charge_prompt(counters, sequence, tokens)
 
     def start(self, sequence: Sequence, cached_tokens: int) -> None:
         """Charge the uncached prompt of a sequence that gets its first row, also what another group has computed."""
@@ -312,7 +326,7 @@ class Billing:
         if counters is not None:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
-            counters.charge(sequence.request.view.subject, prompt_tokens=uncached - sequence.charged_ahead)
+            self._charge_prompt(counters, sequence, uncached - sequence.charged_ahead)
 
     def give_up(self, sequence: Sequence) -> None:
         """Refund a sequence that ends without a row what was charged ahead and has not arrived."""
@@ -321,7 +335,7 @@ class Billing:
             return
         missing = sequence.charged_ahead - remote.arrived_tokens
         if missing > 0:
-            counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
+            self._charge_prompt(counters, sequence, -missing)
 
     def encode(self, sequence: Sequence, embeddings: int) -> None:
         """Charge images that are encoded for a sequence, in addition to their tokens."""
@@ -354,8 +368,10 @@ class Billing:
         """
         counters = self._counters_of(sequence)
         if counters is not None and rows:
-            counters.charge(sequence.request.view.subject, output_tokens=rows * passes)
-            self._idle_rows[step_id] = _IdleRows(sequence, rows, passes)
+            subject = sequence.request.view.subject
+            weights = counters.weights_of(subject)
+            counters.charge(subject, output_tokens=rows * passes, weights=weights)
+            self._idle_rows[step_id] = _IdleRows(sequence, rows, passes, weights)
 
     def note_pass(self, result: StepResult) -> None:
         """Take note of the result of a pass; with the last one of a plan, refund idle rows of passes that did not run.
@@ -390,12 +406,20 @@ class Billing:
         # Charged at the first start, but not planned yet.
         missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
         if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
-            counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
+            self._charge_prompt(counters, sequence, -missing)
 
     def _refund(self, idle: _IdleRows) -> None:
         counters = self._counters_of(idle.sequence)
         if counters is not None and idle.passes:
-            counters.charge(idle.sequence.request.view.subject, output_tokens=-idle.rows * idle.passes)
+            subject, tokens = idle.sequence.request.view.subject, idle.rows * idle.passes
+            counters.charge(subject, output_tokens=-tokens, weights=idle.weights)
+
+    def _charge_prompt(self, counters: VirtualCounters, sequence: Sequence, tokens: int) -> None:
+        """Charge a part of a prompt, or refund one if negative, with the weights of the first charge for it."""
+        subject = sequence.request.view.subject
+        if sequence.prompt_weights is None:
+            sequence.prompt_weights = counters.weights_of(subject)
+        counters.charge(subject, prompt_tokens=tokens, weights=sequence.prompt_weights)
 
     def _counters_of(self, sequence: Sequence) -> VirtualCounters | None:
         return self._batch_counters if sequence.is_batch else self.counters

@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from common.limits import Limits, SubjectLimits, TenantLimits
 from common.steps import StepResult
 from common.types import CacheMode, StepId, Subject
 from services.scheduler.core.rows import RowSlots
@@ -143,6 +144,44 @@ def test_idle_rows_are_not_charged_for_passes_after_all_rows_have_stopped(*, is_
     # There is nothing left to be refunded.
     billing.lose_plans()
     assert [counters.of_subject(subject) for counters in (interactive, batches)] == served
+
+
+def weigh(counters: VirtualCounters, *, tenant: float, subject: float) -> None:
+    counters.adopt(Limits(default=TenantLimits(weight=tenant, each_subject=SubjectLimits(weight=subject))))
+
+
+def test_idle_rows_are_refunded_with_the_weights_of_their_charge() -> None:
+    counters = VirtualCounters(ShareConfig())
+    billing, subject = Billing(RowSlots(4, 64, 4), counters, None), Subject("tenant", "large")
+    refused = MagicMock(is_batch=False)
+    refused.request.view.subject = subject
+    counters.enter(subject)
+    weigh(counters, tenant=4.0, subject=2.0)
+    billing.charge_idle_rows(refused, StepId(5), 3, 8)
+    weigh(counters, tenant=0.25, subject=0.125)
+    billing.note_pass(StepResult(StepId(5), 0, last=False))
+    billing.note_pass(StepResult(StepId(5), 1, last=True))
+    assert (counters.of_tenant("tenant"), counters.of_subject(subject)) == (2 * 3 * 2 / 4, 2 * 3 * 2 / 2)
+    # The next charge has the new ones.
+    billing.charge_idle_rows(refused, StepId(6), 1, 1)
+    assert (counters.of_tenant("tenant"), counters.of_subject(subject)) == (3 + 2 / 0.25, 6 + 2 / 0.125)
+    weigh(counters, tenant=100.0, subject=100.0)
+    billing.lose_plans()
+    assert (counters.of_tenant("tenant"), counters.of_subject(subject)) == (3, 6)
+
+
+def test_a_prompt_that_ends_in_the_middle_is_refunded_with_the_weights_of_its_charge() -> None:
+    harness = make(max_step_tokens=8, depth=1)
+    counters = harness.counters
+    assert counters is not None
+    weigh(counters, tenant=4.0, subject=2.0)
+    harness.core.submit(make_request("one", PROMPT), 0.0)
+    harness.plan()
+    assert charged(harness, "alice") == 24 / 2
+    weigh(counters, tenant=0.25, subject=0.125)
+    harness.core.abort(make_request("one", PROMPT).request_id)
+    harness.run()
+    assert (counters.of_tenant("tenant"), charged(harness, "alice")) == (8 / 4, 8 / 2)
 
 
 def test_without_the_cache_the_whole_prompt_is_charged() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import RequestId
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.core.costs import LoadCosts
@@ -227,8 +228,27 @@ def test_a_request_that_ends_while_its_prompt_arrives_is_charged_for_what_has_ar
     arriving.remote("one", "alice", offered=3)
     arriving.step()
     assert counters.of_tenant("alice") - before == WHOLE_PAGES * PAGE
+    # With other weights, the refund has those of the charge.
+    counters.adopt(Limits(default=TenantLimits(weight=0.25, each_subject=SubjectLimits(weight=0.5))))
     arriving.harness.core.abort(RequestId("one"))
     assert counters.of_tenant("alice") - before == 3 * PAGE
+
+
+def test_what_is_cached_when_a_prompt_starts_is_refunded_with_the_weights_of_its_reservation() -> None:
+    arriving = Arriving()
+    counters = arriving.harness.counters
+    assert counters is not None
+    arriving.remote("other", "carol", offered=0)
+    before = counters.of_tenant("alice")
+    fetch = arriving.remote("one", "alice", offered=3)
+    arriving.step()
+    assert counters.of_tenant("alice") - before == WHOLE_PAGES * PAGE
+    counters.adopt(Limits(default=TenantLimits(weight=0.25)))
+    fetch.found_tokens = 5 * PAGE
+    arriving.offer(fetch)
+    arriving.harness.run()
+    output = len(arriving.harness.outputs["one", 0])
+    assert counters.of_tenant("alice") - before == LENGTH - 5 * PAGE + 2 * output / 0.25
 
 
 @pytest.mark.parametrize("policy", ["fair", "priority", "fcfs", "lpm"])
