@@ -50,17 +50,28 @@ def test_workers_that_may_have_stopped_are_not_waited_for() -> None:
     assert Group().hands_back(at_once=True)
 
 
+@pytest.mark.parametrize("order", [("tokenizer", "other"), ("other", "tokenizer")])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_requests_stay_while_no_tokenizer_could_send_them_to_another_group(*, at_once: bool) -> None:
+def test_requests_stay_while_no_tokenizer_could_send_them_to_another_group(
+    order: tuple[str, str], *, at_once: bool
+) -> None:
     group = Group()
     group.hand_back.note_others("other", serve=True)
-    for tokenizer in ("tokenizer", "other"):
+    for tokenizer in order:
         assert group.hand_back.has_others
         group.hand_back.note_others(tokenizer, serve=False)
     assert not group.hand_back.has_others
     assert not group.hands_back(at_once=at_once)
     group.now += HAND_BACK_S
     assert not group.hands_back(at_once=at_once)
+
+
+def test_workers_are_not_waited_for_again_once_another_group_serves() -> None:
+    group = Group()
+    group.hand_back.note_others("tokenizer", serve=False)
+    assert not group.hands_back(at_once=True)
+    group.hand_back.note_others("tokenizer", serve=True)
+    assert group.hands_back()
 
 
 def test_without_open_requests_there_is_nothing_to_hand_back() -> None:
