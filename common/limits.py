@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from common.types import Subject
 
 
-class Weights(NamedTuple):
+class ShareWeights(NamedTuple):
     """The weights of a tenant and of one of its subjects at one time."""
 
     tenant: float

@@ -16,7 +16,7 @@ from services.scheduler.cache.tiers.ledger import Patience
 
 if TYPE_CHECKING:
     from common.deltas import CachedPart
-    from common.limits import Weights
+    from common.limits import ShareWeights
     from common.steps import PageIds
     from common.transfers import TransferId
     from common.types import Finish, RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
@@ -114,7 +114,7 @@ class Sequence:
     # Tokens of its prompt that were charged before it started, when device pages were reserved for them.
     charged_ahead: int = 0
     # Weights of its tenant and subject when its prompt was first charged, also for the refund.
-    prompt_weights: Weights | None = None
+    prompt_weights: ShareWeights | None = None
     # The load from the host that it waits for, and the number of loads it has waited for since it last had a row.
     awaited_load: TransferId | None = None
     loads: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from common.limits import Limits, Weights
+from common.limits import Limits, ShareWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,8 +214,8 @@ class VirtualCounters:
         own = tenant.subjects.get(subject.name, tenant.each_subject)
         return own.weight_while(throttled=subject in self._throttled)
 
-    def weights_of(self, subject: Subject) -> Weights:
-        return Weights(self.weight_of_tenant(subject.tenant), self.weight_of_subject(subject))
+    def weights_of(self, subject: Subject) -> ShareWeights:
+        return ShareWeights(self.weight_of_tenant(subject.tenant), self.weight_of_subject(subject))
 
     def note_throttled(self, subject: Subject, options: RequestOptions) -> None:
         """Use the throttled weights that a request which arrives asks for, and the usual ones otherwise."""
@@ -241,7 +241,7 @@ class VirtualCounters:
         self._forget(self._tenants.exit(subject.tenant))
 
     def charge(
-        self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0, weights: Weights | None = None
+        self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0, weights: ShareWeights | None = None
     ) -> None:
         """Charge prompt tokens and output tokens; negative: refund those that were not computed after all.
 
@@ -288,7 +288,7 @@ class _IdleRows:
     sequence: Sequence
     rows: int
     passes: int
-    weights: Weights
+    weights: ShareWeights
 
 
 class Billing:
