@@ -45,7 +45,7 @@ class CostModel:
         return products + pairs * self.pair_s + kv_tokens * self.kv_token_bytes / self.kv_bytes_per_s
 
     def transfer_s(self, tokens: int, chunk_tokens: int) -> float:
-        """Return how long after its computation the KV of a prompt is in another group.
+        """Return the seconds from the end of a prompt's computation until its KV is in another group.
 
         The pages of a chunk move while the next one is computed, so that those of the last one are left, or more if
         pages move more slowly than they are computed.

@@ -53,8 +53,7 @@ class ParkedTensors:
     def restore(self, *, keeps_host_memory: bool = False) -> None:
         """Move all tensors back.
 
-        The copies' memory stays page-locked for the next time if it `keeps_host_memory`: locking it takes longer than
-        copying.
+        `keeps_host_memory`: the memory of the copies stays page-locked, so that it need not be locked again for others.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for them.

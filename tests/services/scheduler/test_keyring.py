@@ -48,7 +48,7 @@ def test_seeds_are_made_once_and_kept_from_others(path: Path) -> None:
 
 
 def writes_to(path: Path) -> int:
-    """Return how many transactions have written to the file, which SQLite counts in its header."""
+    """Return the number of transactions that have written to the file, which SQLite counts in its header."""
     return int.from_bytes(path.read_bytes()[24:28])
 
 

@@ -253,7 +253,7 @@ def test_parked_tensors_come_back_with_their_views() -> None:
 def test_models_that_take_turns_keep_their_host_memory(
     shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between naps as well, since to lock its pages again takes longer than the copies."""
+    """Between naps as well, so that its pages need not be locked again."""
     kept: list[bool] = []
 
     class Recorded(ParkedTensors):
