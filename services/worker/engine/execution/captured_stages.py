@@ -84,7 +84,8 @@ class LastStageExecutor:
     def launch(self, rows: RowStates, forward: ForwardPass) -> SampledPass:
         slots = forward.sampled_rows
         shape = returned_shape(slots, forward.drafted, rows.jump_room(slots))
-        return SampledPass(slots, shape, self._executor.launch(rows, forward, _is_caught_up), self._runner)
+        launched = self._executor.launch(rows, forward, _do_nothing, _do_nothing)
+        return SampledPass(slots, shape, launched, self._runner)
 
 
 class EarlierStageExecutor:
@@ -133,5 +134,5 @@ class EarlierStageExecutor:
             captured.hidden_states(batch)
 
 
-def _is_caught_up() -> None:
-    """Do nothing: the tokens of all earlier passes of the launched rows are known."""
+def _do_nothing() -> None:
+    """Do nothing: earlier tokens of the launched rows are known, and the runner looks for those of other rows."""

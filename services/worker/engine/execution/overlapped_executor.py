@@ -128,7 +128,9 @@ class OverlappedExecutor:
             self._pooler.open(opened)
         self._rows.mirror(plan, rows, self._table.needs)
 
-    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
+    def launch(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> LaunchedOutput:
         """Start a pass; see `OverlappedPassExecutor`."""
         self._sampler.upload()
         if not forward.chunks.rows.size:
@@ -142,11 +144,11 @@ class OverlappedExecutor:
                     # The other ranks would be in the middle of their pass.
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
         if forward.chunks.drafted.any():
-            launched = self._try_drafts(rows, forward)
+            launched = self._try_drafts(rows, forward, report_ready)
             if launched is not None:
                 return launched
             forward = forward.without_drafts()
-        return self._launch_parts(rows, forward, catch_up)
+        return self._launch_parts(rows, forward, catch_up, report_ready)
 
     def _launch_decoding(self, rows: RowStates, members: RowIndices, catch_up: Callable[[], None]) -> LaunchedOutput:
         one = self._graphs.decode(members.size)
@@ -173,10 +175,12 @@ class OverlappedExecutor:
         host_logprobs.copy_(one.report)
         return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(host_logprobs, members, order),))
 
-    def _try_drafts(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput | None:
+    def _try_drafts(
+        self, rows: RowStates, forward: ForwardPass, report_ready: Callable[[], None]
+    ) -> LaunchedOutput | None:
         """Compute a pass with drafts and verify these; return None if memory does not suffice for them."""
         try:
-            logits, prompt_logprobs = self._compute_mixed(rows, forward)
+            logits, prompt_logprobs = self._compute_mixed(rows, forward, report_ready)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -234,11 +238,15 @@ class OverlappedExecutor:
                     self._sampler.append(slots, to_device(told[having, number], device), counts=False)
         return told, logprobs
 
-    def _launch_parts(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
+    def _launch_parts(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
         is_whole = self._images is not None and self._images.have_blocks(forward)
         made = compute_in_parts(
-            forward, lambda part: self._compute_part(rows, part, catch_up), is_shared=self._is_final or is_whole
+            forward,
+            lambda part: self._compute_part(rows, part, catch_up, report_ready),
+            is_shared=self._is_final or is_whole,
         )
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
@@ -264,9 +272,11 @@ class OverlappedExecutor:
         )  # fmt: skip
         return replace(launched, failed=made.failed, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
 
-    def _compute_part(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> _Part:
+    def _compute_part(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> _Part:
         """Compute a pass, or a part of one, and sample."""
-        logits, prompt_logprobs = self._compute_mixed(rows, forward)
+        logits, prompt_logprobs = self._compute_mixed(rows, forward, report_ready)
         sampled, device = forward.sampled_rows, self._runner.device
         token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
         if sampled.size == 0:
@@ -296,7 +306,9 @@ class OverlappedExecutor:
         host_logprobs.copy_(report)
         return (self._sampler.launched(host_logprobs, sampled, np.arange(sampled.size)),)
 
-    def _compute_mixed(self, rows: RowStates, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
+    def _compute_mixed(
+        self, rows: RowStates, forward: ForwardPass, report_ready: Callable[[], None]
+    ) -> tuple[torch.Tensor, RowSpans]:
         """Return the logits of a pass's samples, and the log probabilities of prompts, which it waits for."""
         host = with_pooled(gather(rows, forward))
         scored = self._scoring.of(rows, forward)
@@ -315,7 +327,7 @@ class OverlappedExecutor:
         captured = self._graphs.prompt(batch.token_ids.shape[0]) if adapters is None else None
         if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()
-        hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)
+        hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch, report_ready)
         samples = others - host.pooled_indices.size
         if self._is_first and samples < others:
             self._pooler.add(host.pooled_slots, hidden[samples:others])

@@ -68,11 +68,15 @@ class OverlappedPassExecutor(Protocol):
     def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         """Copy the changes that a plan made in `rows` to the device."""
 
-    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> PendingOutput:
+    def launch(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> PendingOutput:
         """Start a pass with at least one row.
 
         Where what rows may sample depends on their earlier tokens, `catch_up` is called once the computation is
-        launched: it waits for the tokens of all earlier passes, and records them in `rows`.
+        launched: it waits for the tokens of all earlier passes, and records them in `rows`. Where launching takes
+        long, `report_ready` is called again and again, once the pass's input is complete: it does the same for the
+        tokens that have arrived.
         """
 
 
@@ -195,8 +199,7 @@ class OverlappedRunner:
     def settle(self, is_wanted: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
         """Emit the results of outstanding passes as they end; return early when `is_wanted`: there is a plan to run."""
         while self._pending:
-            tokens = self._pending[0].tokens
-            if tokens is None or tokens.is_ready():
+            if self._is_ready():
                 self._finish(keep=len(self._pending) - 1)
             elif is_wanted():
                 return
@@ -207,7 +210,9 @@ class OverlappedRunner:
         rows, sampled = self.rows, forward.sampled_rows
         self._waited_s = 0.0
         launched = self._clock()
-        tokens = None if forward.is_empty else self._executor.launch(rows, forward, self._catch_up)
+        tokens = None
+        if not forward.is_empty:
+            tokens = self._executor.launch(rows, forward, self._catch_up, self._report_ready)
         if forward.chunks.rows.size:
             rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         positions = rows.lengths[sampled]
@@ -234,6 +239,18 @@ class OverlappedRunner:
         started = self._clock()
         self._finish(keep=0)
         self._waited_s += self._clock() - started
+
+    def _report_ready(self) -> None:
+        """Emit what has been computed while a pass is launched: clients need not wait until all of it is."""
+        while self._pending and self._is_ready():
+            started = self._clock()
+            self._finish(keep=len(self._pending) - 1)
+            self._waited_s += self._clock() - started
+
+    def _is_ready(self) -> bool:
+        """Whether the tokens of the oldest pass whose result is outstanding have arrived."""
+        tokens = self._pending[0].tokens
+        return tokens is None or tokens.is_ready()
 
     def _finish(self, keep: int) -> None:
         """Emit the results of all but the `keep` newest passes."""

@@ -100,6 +100,10 @@ class _LaterImages:
         self.defer(partial(_deepen, layer), hidden, hidden, in_window=False)
 
 
+def _do_nothing() -> None:
+    """Do nothing."""
+
+
 def _place(_tokens: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch) -> None:
     if batch.images is not None:
         batch.images.place(hidden)
@@ -150,8 +154,11 @@ class PiecewiseGraph:
         self._kinds: tuple[ForwardBatch, ForwardBatch] | None = None
         self._hidden = torch.empty(0, device=device)
 
-    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run `batch`, which has at most `size` tokens; see `OverlappedModel.hidden_states`."""
+    def hidden_states(self, batch: ForwardBatch, between: Callable[[], None] = _do_nothing) -> torch.Tensor:
+        """Run `batch`, which has at most `size` tokens; see `OverlappedModel.hidden_states`.
+
+        `between` is called after each graph that is launched but the last.
+        """
         tokens = batch.token_ids.shape[0]
         self._take(batch)
         self._ends.receive(tokens)
@@ -161,6 +168,7 @@ class PiecewiseGraph:
             for graph, deferred in zip(graphs, self._deferred, strict=True):
                 graph.replay()
                 deferred.run(kinds)
+                between()
             last.replay()
         else:
             self._kinds = kinds

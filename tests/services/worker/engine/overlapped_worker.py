@@ -64,9 +64,14 @@ class LateExecutor:
             self.last.pop(opened.row, None)
             self.pooler.open(opened)
 
-    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> Arriving:
+    def launch(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> Arriving:
         self.launches += 1
         host = with_pooled(gather(rows, forward))
+        # Launching some passes takes so long that earlier tokens arrive meanwhile.
+        for _ in range(self.launches % 3):
+            report_ready()
         for i, row in enumerate(forward.decode_rows):
             host.token_ids[i] = self.last[int(row)]
         hidden = self.runner.hidden_states(to_device(host, CPU))

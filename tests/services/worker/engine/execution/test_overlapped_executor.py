@@ -146,7 +146,8 @@ def test_prompts_with_adapters_run_kernel_by_kernel() -> None:
         plan = StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),))
         chunks = apply_bookkeeping(plan, rows, PlanLimits(VOCABULARY, 4000, 64, adapters=1))
         with patch.object(PassGraphs, "prompt", return_value=None) as prompt:
-            executor(CheckingRunner())._compute_mixed(rows, make_pass(rows, rows.decoding(), chunks))
+            forward = make_pass(rows, rows.decoding(), chunks)
+            executor(CheckingRunner())._compute_mixed(rows, forward, lambda: None)
         assert [call.args for call in prompt.call_args_list] == [(size,) for size in sizes]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,15 @@ from tests.examples import examples
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
 from tests.services.scheduler.core.harness import STOP_ID, make_request
-from tests.services.worker.engine.overlapped_worker import LateExecutor, OverlappedHarness, OverlappedWorker
+from tests.services.worker.engine.overlapped_worker import Arriving, LateExecutor, OverlappedHarness, OverlappedWorker
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import StepResult
+    from services.worker.engine.plans.passes import ForwardPass
+    from services.worker.engine.plans.rows import RowStates
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -122,6 +127,40 @@ def test_the_last_pass_is_delivered_with_the_next_plan_or_when_settling() -> Non
     assert (late.step_id, late.substep, late.last) == (1, 2, True)
     assert [result.step_id for result in one.settle()] == [2]
     assert one.runner.is_settled
+
+
+@dataclass
+class SlowExecutor(LateExecutor):
+    """Passes end while the next one is launched, after `looks` looks at them."""
+
+    looks: int = 0
+    meanwhile: list[list[StepResult]] = field(default_factory=list)
+    emitted: deque[StepResult] = field(default_factory=deque)
+
+    def launch(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> Arriving:
+        before = len(self.emitted)
+        for _ in range(self.looks):
+            report_ready()
+        self.meanwhile.append(list(self.emitted)[before:])
+        launched = super().launch(rows, forward, catch_up, lambda: None)
+        return replace(launched, asks=1)
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3])
+def test_a_pass_that_ends_while_the_next_one_is_launched_is_reported_meanwhile(looks: int) -> None:
+    executor = SlowExecutor(CheckingRunner(), looks=looks)
+    one = OverlappedWorker(64, 4, 8, executor)
+    executor.emitted = one.emitted
+    tokens = expected_output(PROMPT, 8)
+    one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
+    one.run(StepPlan(StepId(2)))
+    one.settle()
+    first, second = executor.meanwhile
+    assert first == []
+    # It is not there at the first look.
+    assert [(result.step_id, tokens_by_row(result)) for result in second] == [(1, {0: tokens[0]})] * (looks > 1)
 
 
 def test_settling_stops_when_a_plan_is_waiting() -> None:

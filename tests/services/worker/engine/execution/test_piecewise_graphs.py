@@ -154,6 +154,16 @@ def test_attention_gets_the_live_batch_and_padding_writes_to_an_unread_page(samp
             assert stored[tokens:].tolist() == [pages * PAGE_SIZE] * (SIZE - tokens)
 
 
+@pytest.mark.usefixtures("recorded")
+def test_something_is_called_after_each_graph_but_the_last() -> None:
+    runner: Any = StandIn()
+    one, counts = PiecewiseGraph(SIZE, runner, runner), []
+    one.capture(None)
+    one.hidden_states(live_batch(5, [4]), lambda: counts.append(len(runner.attended)))
+    assert counts == list(range(1, len(runner.attended) + 1))
+    assert len(counts) == len(one._graphs) - 1 > 1
+
+
 def test_a_warm_up_attends_to_nothing() -> None:
     runner: Any = StandIn()
     one = PiecewiseGraph(SIZE, runner, runner)

@@ -56,9 +56,11 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
 class StrictExecutor(OverlappedExecutor):
     """Launches without waiting, or not at all."""
 
-    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
+    def launch(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> LaunchedOutput:
         with nothing_waits(self._runner.device):
-            return super().launch(rows, forward, catch_up)
+            return super().launch(rows, forward, catch_up, report_ready)
 
 
 def spec(**changes: object) -> EngineSpec:

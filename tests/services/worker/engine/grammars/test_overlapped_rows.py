@@ -65,7 +65,10 @@ class HostSampling:
         for opened in plan.opens:
             self.table.open(opened)
 
-    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> Ready:
+    def launch(
+        self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None], report_ready: Callable[[], None]
+    ) -> Ready:
+        del report_ready
         slots = forward.sampled_rows
         if slots.size and self.table.needs_of(slots) & Needs.GRAMMAR:
             catch_up()

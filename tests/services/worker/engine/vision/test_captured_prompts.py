@@ -28,7 +28,7 @@ from services.worker.engine.execution.pass_graphs import PassGraphs
 from tests.services.worker.engine.vision.interpreted import overlapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from services.worker.engine.execution.engine import ModelEngine
@@ -80,11 +80,14 @@ class Recorder:
         self.passes[-1].has_coordinates = seeing.coordinates is not None
         return seeing
 
-    def compute(self, executor: OverlappedExecutor, rows: RowStates, forward: ForwardPass) -> Any:
+    def compute(
+        self, executor: OverlappedExecutor, rows: RowStates, forward: ForwardPass, report_ready: Callable[[], None]
+    ) -> Any:
         self.passes.append(Recorded())
-        logits, scored = COMPUTE(executor, rows, forward)
-        for row, its in zip(forward.sampled_rows.tolist(), logits.float().cpu(), strict=True):
-            self.passes[-1].logits[row, tuple(self.session.answers[row].tokens)] = its.clone()
+        sampled = [(row, tuple(self.session.answers[row].tokens)) for row in forward.sampled_rows.tolist()]
+        logits, scored = COMPUTE(executor, rows, forward, report_ready)
+        for key, its in zip(sampled, logits.float().cpu(), strict=True):
+            self.passes[-1].logits[key] = its.clone()
         return logits, scored
 
     def record(self, life: Iterable[StepPlan], prompt: Any) -> None:
