@@ -102,6 +102,8 @@ def measure(part: EngineRuns) -> None:
         for number in range(1 + part.runs):
             for count in counts:
                 rates[count].append(run(count))
+                sys.stdout.write(f"run {number} with {count} adapters: {rates[count][-1]:.0f} tok/s\n")
+                sys.stdout.flush()
                 if number:
                     write(part, count, rates[count], vllm.__version__)
 
