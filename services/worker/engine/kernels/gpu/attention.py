@@ -94,7 +94,7 @@ class GpuAttention:
         if decoding:
             self._attend_decoding(queries[:decoding], layer, batch, sinks, outputs[:decoding])
         heads = (-1, self._shape.query_heads, self._shape.head_dim)
-        by_head, attended = queries.unflatten(1, heads[1:]), outputs.view(heads)
+        by_head, attended = queries.view(heads), outputs.view(heads)
         self._chunks(by_head[decoding:], attended[decoding:], layer, batch, sinks)
         if batch.blocks is not None:
             # The chunks' kernels are causal: what tokens of blocks see is computed once more.

@@ -7,7 +7,7 @@ rows grow. Long rows of small batches are cut into parts (flash-decoding); the p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -25,6 +25,8 @@ _MOST_PARTS = 16
 # Of keys, and of values: 64 of 256 components.
 _STEP_COMPONENTS = 64 * 256
 _LOG2_E = 1.4426950408889634
+# Bytes: Triton compiles one program for addresses that are multiples of it, and another for those that are not.
+_ALIGNMENT = 16
 
 
 @triton.jit
@@ -249,6 +251,14 @@ class DecodeTuning:
         return cls(block=min(cls().block, _STEP_COMPONENTS // triton.next_power_of_2(shape.head_dim)))
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """What a launch has compiled; it takes all arguments of the source by position, `constants` last."""
+
+    program: Any  # of Triton, which is untyped
+    constants: tuple[object, ...]
+
+
 class DecodeAttention:
     """Attention of one query per row, with scratch memory for rows that are computed in parts."""
 
@@ -264,6 +274,16 @@ class DecodeAttention:
         cells = max(
             min(rows * shape.kv_heads, jobs) * self.parts_of(rows) for rows in range(1, max_rows + 1)
         ) * group  # fmt: skip
+        self._constants = {
+            "KV_HEADS": shape.kv_heads, "GROUP": group, "QUERIES": max(triton.next_power_of_2(group), _LEAST_QUERIES),
+            "HEAD_DIM": shape.head_dim, "WIDTH": max(triton.next_power_of_2(shape.head_dim), 16),
+            "PAGE_SIZE": shape.page_size, "BLOCK": self.tuning.block, "LEAST_PART": self.tuning.least_part,
+            "MERGED": triton.next_power_of_2(group),
+            "WINDOW_LEFT": -1 if shape.window_left is None else shape.window_left,
+            "CHUNKED": shape.is_chunked, "CAPPED": shape.attention_softcap is not None,
+        }  # fmt: skip
+        # What earlier launches have compiled, by all that Triton compiles a program for.
+        self._compiled: dict[tuple[object, ...], CompiledProgram] = {}
         self._partial = torch.zeros(cells * shape.head_dim, dtype=torch.float32, device=device)
         self._weights = torch.zeros(cells * 2, dtype=torch.float32, device=device)
         self._counters = torch.zeros(jobs, dtype=torch.int32, device=device)
@@ -306,31 +326,48 @@ class DecodeAttention:
         lengths: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, norms: QkNorm | None,
         sinks: torch.Tensor | None, outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        shape, tuning = self._shape, self.tuning
+        shape = self._shape
         batch = inputs.shape[0]
         if outputs is None:
             outputs = inputs.new_empty(batch, shape.query_width)
-        parts = self.parts_of(batch)
-        group = shape.query_heads // shape.kv_heads
-        stride_page, stride_head, stride_token, _ = layer.keys.stride()
         scales = (self._weights,) * 2 if layer.scales is None else (layer.scales.keys, layer.scales.values)
         cap = (shape.attention_softcap or 0.0) * _LOG2_E
         scale = shape.scale / shape.attention_softcap if shape.attention_softcap else shape.scale * _LOG2_E
-        _decode[(shape.kv_heads, batch, parts)](
+        positions, angles = (lengths, inputs) if rotary is None else rotary
+        query_norm, key_norm, epsilon = (norms.query, norms.key, norms.epsilon) if norms else (inputs, inputs, 0.0)
+        of_sinks = self._weights if sinks is None else sinks
+        strides = (inputs.stride(0), *layer.keys.stride()[:3], page_table.stride(0))
+        arguments = (
             inputs, layer.keys, layer.values, *scales, outputs, page_table, rows, lengths,
-            self._partial, self._weights, self._counters,
-            *((lengths, inputs) if rotary is None else rotary),
-            norms.query if norms else inputs, norms.key if norms else inputs, norms.epsilon if norms else 0.0,
-            self._weights if sinks is None else sinks,
-            scale, cap, inputs.stride(0), stride_page, stride_head, stride_token,
-            page_table.stride(0),
-            KV_HEADS=shape.kv_heads, GROUP=group, QUERIES=max(triton.next_power_of_2(group), _LEAST_QUERIES),
-            HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
-            PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
-            MERGED=triton.next_power_of_2(group), STORES=rotary is not None, NORMED=norms is not None,
-            WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
-            CHUNKED=shape.is_chunked, CAPPED=shape.attention_softcap is not None, HAS_SINKS=sinks is not None,
-            SCALED=layer.scales is not None,
-            num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
+            self._partial, self._weights, self._counters, positions, angles, query_norm, key_norm, epsilon, of_sinks,
+            scale, cap, *strides,
         )  # fmt: skip
+        given = (inputs, layer.keys, layer.values, *scales, outputs, angles, query_norm, key_norm, of_sinks)
+        addresses = 0
+        for tensor in given:
+            addresses |= tensor.data_ptr()
+        is_aligned = addresses % _ALIGNMENT == 0
+        key = (
+            batch, strides, rotary is None, norms is None, sinks is None, layer.scales is None,
+            *[tensor.dtype for tensor in given],
+        )  # fmt: skip
+        grid = (shape.kv_heads, batch, self.parts_of(batch))
+        compiled = self._compiled.get(key) if is_aligned else None
+        if compiled is not None:
+            # A launch through Triton's compiler looks at each argument anew, which takes longer than the launch.
+            compiled.program[grid](*arguments, *compiled.constants)
+            return outputs
+        options = launch_options(batch)
+        constants = self._constants | {
+            "PARTS": grid[2], "STORES": rotary is not None, "NORMED": norms is not None,
+            "HAS_SINKS": sinks is not None, "SCALED": layer.scales is not None, "OVERLAPS": options["OVERLAPS"],
+        }  # fmt: skip
+        program = _decode[grid](
+            *arguments, **constants, num_warps=self.tuning.warps, num_stages=self.tuning.stages,
+            **{name: value for name, value in options.items() if name not in constants},
+        )  # fmt: skip
+        # Triton's interpreter compiles nothing.
+        if program is not None and is_aligned:
+            in_order = (constants[name] for name in _decode.arg_names[len(arguments) :])
+            self._compiled[key] = CompiledProgram(program, tuple(in_order))
         return outputs

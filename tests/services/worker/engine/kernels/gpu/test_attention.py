@@ -20,6 +20,7 @@ from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case, 
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
+from services.worker.engine.kernels.gpu import decode_attention
 from services.worker.engine.kernels.gpu.attention import GpuAttention, TorchChunkAttention
 from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention, DecodeTuning
 
@@ -97,8 +98,10 @@ def check(case: Case, device: torch.device, make: Callable[[AttentionShape], Att
     my_sinks = None if sinks is None else sinks.to(device)
     exact = KvLayer(*(tensor.transpose(1, 2).float().cpu() for tensor in (mine.keys, mine.values)))
     expected = reference.attend(got.float().cpu().contiguous(), exact, batch, sinks)
-    attended = attention.attend(got, mine, moved(batch, device), my_sinks).float().cpu()
-    torch.testing.assert_close(attended, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    # The second time with a program that is compiled, on another layer's pool.
+    for pool in (mine, KvLayer(mine.keys.clone(), mine.values.clone())):
+        attended = attention.attend(got, pool, moved(batch, device), my_sinks).float().cpu()
+        torch.testing.assert_close(attended, expected, atol=TOLERANCE, rtol=TOLERANCE)
     again = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device)
     at_once = attention.store_and_attend(qkv.to(device, copy=True), again, on_device, moved(batch, device), my_sinks)
     torch.testing.assert_close(at_once.float().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
@@ -113,6 +116,71 @@ def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.
         return GpuAttention(shape, table(shape).to(device), TorchChunkAttention(shape), 4)
 
     check(case, device, make)
+
+
+class Launches:
+    """Stands in for the program: notes how it is launched, by grid, positional and named arguments."""
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names = arg_names
+        self.compiled: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def compile_and_launch(*arguments: Any, **constants: Any) -> Any:
+            self.compiled.append((grid, arguments, constants))
+            return Relaunched(self.again)
+
+        return compile_and_launch
+
+
+class Relaunched:
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda *arguments: self._launches.append((grid, arguments))
+
+
+def test_a_launch_like_an_earlier_one_uses_its_program_with_all_arguments_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = AttentionShape(8, 2, 16, 4)
+    program = Launches(decode_attention._decode.arg_names)
+    monkeypatch.setattr(decode_attention, "_decode", program)
+    attention = DecodeAttention(shape, 4, torch.device("cpu"))
+    table_of_pages, lengths = torch.zeros(4, 3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+
+    def launch(rows: int, pool: torch.Tensor, *, sinks: torch.Tensor | None = None, skipped: int = 0) -> torch.Tensor:
+        queries = torch.zeros(skipped + rows * 128)[skipped:].view(rows, 128)
+        of_rows = torch.arange(rows, dtype=torch.int32)
+        return attention(queries, KvLayer(pool, pool), table_of_pages, of_rows, lengths[:rows], sinks)
+
+    first, second = (torch.zeros(5, 2, 4, 16) for _ in range(2))
+    launch(2, first)
+    assert (len(program.compiled), len(program.again)) == (1, 0)
+    outputs = launch(2, second)
+    (compiled,), (again,) = program.compiled, program.again
+    assert again[0] == compiled[0]
+    named = dict(zip(program.arg_names, again[1], strict=True))
+    assert named["keys"] is second
+    assert named["outputs"] is outputs
+    positional = dict(zip(program.arg_names, compiled[1], strict=False))
+    given = {"qkv", "keys", "values", "outputs", "rows", "lengths", "positions", "angles", "query_norm", "key_norm"}
+    for name, value in positional.items():
+        assert named[name] is value or name in given or named[name] == value, name
+    constants = {name: compiled[2][name] for name in program.arg_names[len(positional) :]}
+    assert {name: named[name] for name in constants} == constants
+    # Other programs: of more rows, with sinks, of strides that are other multiples, and of addresses that are no
+    # multiples of 16 bytes, which no launch may take for one of those.
+    launch(3, first)
+    launch(2, first, sinks=torch.zeros(8))
+    launch(2, torch.zeros(5, 4, 4, 16)[:, ::2])
+    for _ in range(2):
+        launch(2, first, skipped=1)
+    assert (len(program.compiled), len(program.again)) == (6, 1)
+    launch(2, first)
+    assert (len(program.compiled), len(program.again)) == (6, 2)
 
 
 def check_float8(case: Case, device: torch.device, make: Callable[[AttentionShape], GpuAttention]) -> None:
