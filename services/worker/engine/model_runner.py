@@ -16,7 +16,7 @@ from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers
 from services.worker.engine.model.kv_pool import allocate_like, shape_of
-from services.worker.engine.sleeping import ParkedTensors, tensors_of
+from services.worker.engine.sleeping import HostBuffers, ParkedTensors, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ class ModelRunner:
         self.vision = vision
         self.group = group
         self._read_again = read_again
-        self._takes_turns = takes_turns
+        self._host_buffers = HostBuffers(keeps=takes_turns)
         # None: dropped while this rank sleeps.
         self._model: Decoder | None = model
         # While this rank sleeps, a shape without memory.
@@ -169,8 +169,9 @@ class ModelRunner:
             if self._model is not None:
                 self._model.close()
             self._model = self.head = self.vision = self._parked = None
+            self._host_buffers.clear()
         elif self._parked is None and self._model is not None:
-            self._parked = ParkedTensors((self._model, self.head, self.vision))
+            self._parked = ParkedTensors((self._model, self.head, self.vision), self._host_buffers)
 
     @torch.inference_mode()
     def wake_weights(self, report: ProgressReport) -> None:
@@ -180,7 +181,7 @@ class ModelRunner:
             ConfigurationError: the weights were dropped, and their files have changed since.
         """
         if self._parked is not None:
-            self._parked.restore(keeps_host_memory=self._takes_turns)
+            self._parked.restore()
             self._parked = None
         elif self._model is None:
             read = self._read_again(self, report)
@@ -281,6 +282,7 @@ class ModelRunner:
         if self._model is not None:
             self._model.close()
         self._model = self.vision = self._parked = None
+        self._host_buffers.clear()
         del self._pool
 
     def _readable(self) -> DevicePages | None:

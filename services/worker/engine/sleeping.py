@@ -17,6 +17,33 @@ if TYPE_CHECKING:
 _SEARCHED = ("services.worker.engine", "transformers", "torch.nn")
 
 
+class HostBuffers:
+    """Page-locked memory for copies of a model's tensors, which may be kept for the next ones.
+
+    Locking takes longer than copying. What is kept is in use all the time: what torch only caches is returned to the
+    system whenever CUDA graphs are captured.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        """Start without any; `keeps` whether memory is kept that is not used."""
+        self.keeps = keeps
+        self._unused: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return [size] uint8: kept memory of exactly so many bytes, or new memory."""
+        kept = self._unused.get(size)
+        return kept.pop() if kept else _lock(size)
+
+    def put_back(self, buffer: torch.Tensor) -> None:
+        """Take over memory that was taken, and is not used any more."""
+        if self.keeps:
+            self._unused.setdefault(len(buffer), []).append(buffer)
+
+    def clear(self) -> None:
+        """Keep nothing any longer."""
+        self._unused.clear()
+
+
 class ParkedTensors:
     """The tensors of a model on a GPU, whose memory is given back while copies of them lie in page-locked host memory.
 
@@ -24,8 +51,9 @@ class ParkedTensors:
     have to be captured again.
     """
 
-    def __init__(self, model: object) -> None:
-        """Move all tensors that `model` holds on a GPU to the host. No kernel may be running."""
+    def __init__(self, model: object, buffers: HostBuffers) -> None:
+        """Move all tensors that `model` holds on a GPU to `buffers` on the host. No kernel may be running."""
+        self._buffers = buffers
         self._parked: list[tuple[torch.UntypedStorage, int, torch.Tensor]] = []
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors_of(model):
@@ -37,7 +65,7 @@ class ParkedTensors:
                 storages.setdefault(storage.data_ptr(), storage)
         for storage in storages.values():
             size = storage.nbytes()
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            host = buffers.take(size)
             host.copy_(_bytes_of(storage), non_blocking=True)
             self._parked.append((storage, size, host))
         if storages:
@@ -50,10 +78,8 @@ class ParkedTensors:
         """Bytes of the copies."""
         return sum(size for _, size, _ in self._parked)
 
-    def restore(self, *, keeps_host_memory: bool = False) -> None:
+    def restore(self) -> None:
         """Move all tensors back.
-
-        `keeps_host_memory`: the memory of the copies stays page-locked, so that it need not be locked again for others.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for them.
@@ -64,9 +90,14 @@ class ParkedTensors:
         if not self._parked:
             return
         torch.cuda.synchronize()
+        for _, _, host in self._parked:
+            self._buffers.put_back(host)
         self._parked.clear()
-        if not keeps_host_memory:
-            release_host_memory()
+        release_host_memory()
+
+
+def _lock(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -103,9 +134,11 @@ def _attributes(at: object) -> Iterator[object]:
 
 def release_host_memory() -> None:
     """Return page-locked memory that no tensor uses to the system, which torch would keep for others."""
-    # Earlier versions have no such function.
     if hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        # torch 2.11 has no public name for it.
+        torch._C._host_emptyCache()
 
 
 def release_memory(device: torch.device) -> None:

@@ -27,7 +27,7 @@ from services.worker.engine.execution.pooler import Pooler
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.plans.passes import gather
-from services.worker.engine.sleeping import ParkedTensors
+from services.worker.engine.sleeping import HostBuffers, ParkedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ class EncoderRunner:
         self.head = head
         self.device = device
         self._read_again = read_again
-        self._takes_turns = takes_turns
+        self._host_buffers = HostBuffers(keeps=takes_turns)
         # None: dropped while this rank sleeps.
         self._encoder: Encoder | ModernEncoder | None = encoder
         self._parked: ParkedTensors | None = None
@@ -126,8 +126,9 @@ class EncoderRunner:
         """Give back the weights; see `ModelRunner.sleep`."""
         if level is SleepLevel.DROPPED:
             self._encoder = self.head = self._parked = None
+            self._host_buffers.clear()
         elif self._parked is None and self._encoder is not None:
-            self._parked = ParkedTensors((self._encoder, self.head))
+            self._parked = ParkedTensors((self._encoder, self.head), self._host_buffers)
 
     @torch.inference_mode()
     def wake_weights(self, report: Callable[[float, str], None]) -> None:
@@ -137,7 +138,7 @@ class EncoderRunner:
             ConfigurationError: the weights were dropped, and their files have changed since.
         """
         if self._parked is not None:
-            self._parked.restore(keeps_host_memory=self._takes_turns)
+            self._parked.restore()
             self._parked = None
         elif self._encoder is None:
             read = self._read_again(report)

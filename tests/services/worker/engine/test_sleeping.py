@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.execution.device_claim import SharedDevice
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.kernels.torch.backend import TorchBackend
-from services.worker.engine.sleeping import ParkedTensors, release_host_memory, tensors_of
+from services.worker.engine.sleeping import HostBuffers, ParkedTensors, release_host_memory, tensors_of
 from tests.services.worker.engine.adapters.peft_adapters import EVERYTHING
 from tests.services.worker.engine.adapters.test_products import logits_of, save_four
 from tests.services.worker.engine.driving import Driver, load, random_ids
@@ -240,7 +241,7 @@ def test_parked_tensors_come_back_with_their_views() -> None:
     whole = torch.arange(1000.0, device="cuda")
     parts = [whole[:10], whole[500:].view(50, 10)]
     wanted = [part.clone() for part in parts]
-    parked = ParkedTensors({"parts": parts, "other": torch.ones(3, device="cuda")})
+    parked = ParkedTensors({"parts": parts, "other": torch.ones(3, device="cuda")}, HostBuffers(keeps=False))
     assert parked.bytes == 4012
     assert whole.untyped_storage().nbytes() == 0
     parked.restore()
@@ -257,9 +258,9 @@ def test_models_that_take_turns_keep_their_host_memory(
     kept: list[bool] = []
 
     class Recorded(ParkedTensors):
-        def restore(self, *, keeps_host_memory: bool = False) -> None:
-            kept.append(keeps_host_memory)
-            super().restore(keeps_host_memory=keeps_host_memory)
+        def __init__(self, model: object, buffers: HostBuffers) -> None:
+            kept.append(buffers.keeps)
+            super().__init__(model, buffers)
 
     monkeypatch.setattr("services.worker.engine.model_runner.ParkedTensors", Recorded)
     monkeypatch.setattr("services.worker.engine.encoder.runner.ParkedTensors", Recorded)
@@ -275,8 +276,25 @@ def test_models_that_take_turns_keep_their_host_memory(
     assert kept == [shares, shares]
 
 
+def test_host_buffers_are_used_again_for_copies_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.engine.sleeping._lock", partial(torch.empty, dtype=torch.uint8))
+    kept, dropped = HostBuffers(keeps=True), HostBuffers(keeps=False)
+    for buffers, is_same in ((kept, True), (dropped, False)):
+        first, other = buffers.take(5), buffers.take(7)
+        buffers.put_back(first)
+        buffers.put_back(other)
+        assert buffers.take(6).shape == (6,)
+        assert (buffers.take(5) is first) is is_same
+        assert buffers.take(5) is not first
+        assert (buffers.take(7) is other) is is_same
+        buffers.put_back(first)
+        buffers.clear()
+        assert buffers.take(5) is not first
+
+
 def page_locked() -> int:
-    """Return the bytes that torch holds, in use or not."""
+    """Return the bytes in use, as torch returns others whenever CUDA graphs are captured."""
+    release_host_memory()
     current: int = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     return current
 
@@ -284,15 +302,15 @@ def page_locked() -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("keeps", [False, True])
 def test_host_memory_stays_page_locked_if_it_is_kept(keeps: bool) -> None:
-    release_host_memory()
-    before, tensor = page_locked(), torch.ones(2**24, dtype=torch.uint8, device="cuda")
+    tensor, buffers = torch.ones(2**24, dtype=torch.uint8, device="cuda"), HostBuffers(keeps=keeps)
+    before = page_locked()
     for _ in range(2):
-        parked = ParkedTensors([tensor])
+        parked = ParkedTensors([tensor], buffers)
         assert page_locked() == before + 2**24
-        parked.restore(keeps_host_memory=keeps)
+        parked.restore()
         assert page_locked() == before + 2**24 * keeps
     assert int(tensor.sum()) == 2**24
-    release_host_memory()
+    buffers.clear()
     assert page_locked() == before
 
 
@@ -301,7 +319,6 @@ def test_a_gpus_deeper_sleep_and_its_end_free_host_memory(tmp_path: Path) -> Non
     save_tiny_llama(tmp_path / "model")
     engine = make_engine(WorkerSettings(), GrammarLibrary(), SharedDevice(FileLock(tmp_path / "device")))
     engine.configure(EngineSpec(str(tmp_path / "model"), device_pages=8, dtype="bfloat16"), nothing)
-    release_host_memory()
     released = page_locked()
     for level in (SleepLevel.HOST, SleepLevel.DROPPED):
         engine.sleep(level, keeps_host_pages=False)
