@@ -3,8 +3,9 @@
 While a prompt is prefilled, its chunks end where a snapshot is of use: every `interval` pages, where other requests
 were seen to diverge, and at its last whole page. These belong to the cached pages as soon as they are computed. While a
 row decodes, the state at its last whole page is saved again and again, so that the next turn can continue after this
-one. As a row may end in any pass, the newest complete snapshot is never overwritten: two slots take turns, and the next
-save is planned when the last one is confirmed.
+one; the first time at the end of the prompt, if that fills its last page. As a row may end in any pass, the newest
+complete snapshot is never overwritten: two slots take turns, and the next save is planned when the last one is
+confirmed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class _RowState:
     tenant_pages: int
     # Ascending; the prompt's chunks end there.
     wanted: tuple[int, ...]
+    # The prompt's, if it fills its last page. Only longer prompts can continue there, as those of later turns.
+    whole_prompt: int | None = None
     # Planned, not confirmed, oldest first; and whether they are of the prompt.
     pending: list[tuple[int, SnapshotSlot, bool]] = field(default_factory=list)
     # The newest one that was confirmed while the row decodes.
@@ -78,6 +81,7 @@ class RowSnapshots:
             resumption.public_pages,
             resumption.tenant_pages,
             tuple(depth * self._page_size for depth in depths),
+            None if len(sequence.token_ids) % self._page_size else len(sequence.token_ids),
         )
         return resumption.snapshot
 
@@ -92,6 +96,9 @@ class RowSnapshots:
         state = self._rows.get(row)
         if state is not None and end in state.wanted:
             self._order(row, state, end, of_prompt=True)
+        elif state is not None and end == state.whole_prompt:
+            # Gives way to the next one, as all that are taken while decoding.
+            self._order(row, state, end, of_prompt=False)
 
     def plan_decoding(self, rows: RowSlots, decoding: NDArray[np.int64], before: NDArray[np.int64]) -> None:
         """Order snapshots of rows that complete a page; `before` [rows] is `RowSlots.planned` before this plan."""

@@ -165,7 +165,7 @@ def test_the_rest_of_a_prompt_that_storage_begins_comes_from_the_peer(keyring: P
     for _ in roles.compute(fetch):
         roles.decode.harness.run()
     # Both groups have found it there.
-    assert roles.finish("one") == 5 * PAGE_SIZE
+    assert roles.finish("one") == 6 * PAGE_SIZE
     assert fetch.has_arrived
     assert roles.prefilled == len(PROMPT) - WHOLE_PAGES * PAGE_SIZE
 
@@ -176,7 +176,7 @@ def test_what_a_peer_offers_while_storage_is_read_is_not_lost(keyring: Path) -> 
     for _ in roles.compute(fetch):
         # Storage is slow.
         roles.decode.harness.plan()
-    assert roles.finish("one") == 5 * PAGE_SIZE
+    assert roles.finish("one") == 6 * PAGE_SIZE
     assert fetch.has_arrived
     assert roles.prefilled == len(PROMPT) - WHOLE_PAGES * PAGE_SIZE
 
@@ -208,9 +208,9 @@ def test_a_lost_peer_leaves_what_storage_had(keyring: Path, lost: str) -> None:
         fetch.stop()
     for _ in roles.compute(fetch):
         roles.decode.harness.run()
-    assert roles.finish("one") == 5 * PAGE_SIZE
+    assert roles.finish("one") == 6 * PAGE_SIZE
     assert not fetch.has_arrived
-    assert roles.prefilled == len(PROMPT) - 5 * PAGE_SIZE
+    assert roles.prefilled == len(PROMPT) - 6 * PAGE_SIZE
 
 
 @pytest.mark.parametrize("is_down", [True, False])
@@ -332,7 +332,7 @@ def test_a_beginning_that_only_the_host_has_left_comes_from_the_peer_again(keyri
     fetch = roles.expect("one")
     for _ in roles.compute(fetch):
         roles.decode.harness.run()
-    assert roles.finish("one") == 5 * PAGE_SIZE
+    assert roles.finish("one") == 6 * PAGE_SIZE
     assert fetch.has_arrived
     assert roles.prefilled - before == len(PROMPT) - WHOLE_PAGES * PAGE_SIZE
 
@@ -345,7 +345,7 @@ def test_a_beginning_that_leaves_the_device_in_between_comes_from_the_peer_again
     roles.decode.cache.evict(64)
     for _ in roles.compute(fetch):
         roles.decode.harness.run()
-    assert roles.finish("one") == 5 * PAGE_SIZE
+    assert roles.finish("one") == 6 * PAGE_SIZE
     assert fetch.has_arrived
     assert roles.prefilled - before == len(PROMPT) - WHOLE_PAGES * PAGE_SIZE
 

@@ -60,6 +60,32 @@ def test_the_next_turn_continues_after_the_last_one(cache: str, target_plan_s: f
     assert serve(harness, "again", PROMPT[:21]) == 20
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3, 4, 5, 6, 12])
+def test_the_next_turn_continues_where_a_prompt_filled_its_last_page(max_tokens: int) -> None:
+    harness = states(interval=100)
+    serve(harness, "first", PROMPT[:24], max_tokens)
+    # Before the prompt's last page, for equal prompts, and after its last page or a later one that the answer filled.
+    assert kept(harness) == 2
+    turn = [*PROMPT[:24], *harness.outputs["first", 0], *OTHER[:10]]
+    assert serve(harness, "second", turn) == (24 + max_tokens - 1) // 4 * 4
+
+
+def test_a_prompt_that_ends_within_a_page_leaves_one_snapshot() -> None:
+    harness = states(interval=100)
+    serve(harness, "first", PROMPT[:25], 1)
+    assert kept(harness) == 1
+
+
+def test_the_end_of_a_whole_page_within_a_shared_text_is_shown_to_its_user_only() -> None:
+    harness = states(cache="user_aware", interval=100)
+    for user in ("alice", "bob", "carol"):
+        serve(harness, user, PROMPT[:36], max_tokens=1, user=user)
+    harness.core.memory.cache.advance(1)
+    serve(harness, "branch", PROMPT[:24], max_tokens=1, user="alice")
+    assert serve(harness, "stranger's", [*PROMPT[:24], *OTHER[:9]], user="dora") == 0
+    assert serve(harness, "own", [*PROMPT[:24], *OTHER[10:19]], user="alice") == 24
+
+
 def test_every_fourth_page_has_a_snapshot() -> None:
     harness = states()
     serve(harness, "first", PROMPT[:50])

@@ -157,9 +157,9 @@ def test_only_what_the_view_lacks_is_read() -> None:
     harness.core.submit(make_request("before", PROMPT[:24], max_tokens=2), 0.0)
     harness.run()
     fetch = submit(harness, "one")
-    assert (fetch.first, fetch.resumable) == (6, 5)
+    assert (fetch.first, fetch.resumable) == (6, 6)
     offer(fetch)
-    assert finish(harness, "one") == 5 * PAGE
+    assert finish(harness, "one") == 6 * PAGE
     (arrival,) = arrivals(harness)
     assert (arrival.pages, len(arrival.device_snapshots)) == (WHOLE_PAGES - 6, 1)
     assert prefilled(harness) == 24 + LEFT
@@ -173,7 +173,7 @@ def test_a_prompt_that_has_come_from_elsewhere_meanwhile_is_not_read() -> None:
     assert harness.core.memory.loads is not None
     peers = harness.core.memory.loads.host.peers
     peers.skip_present()
-    assert fetch.resumable == (len(PROMPT) - 8) // PAGE - 1
+    assert fetch.resumable == (len(PROMPT) - 8) // PAGE
     harness.core.submit(make_request("three", PROMPT, max_tokens=2), harness.now)
     harness.run()
     peers.skip_present()
@@ -190,7 +190,7 @@ def test_less_may_be_offered_than_the_view_has_by_then() -> None:
     computed = prefilled(harness)
     offer(fetch, 5)
     finish(harness, "one")
-    assert prefilled(harness) - computed == len(PROMPT) - 9 * PAGE
+    assert prefilled(harness) - computed == len(PROMPT) - 10 * PAGE
     assert [(one.pages, len(one.device_snapshots)) for one in arrivals(harness)] == [(0, 1)]
 
 
@@ -224,7 +224,7 @@ def test_a_beginning_that_only_the_host_has_is_read_as_well() -> None:
     computed = prefilled(harness)
     assert harness.core.memory.loads is not None
     match = harness.core.memory.loads.host.find(make_request("x", PROMPT).view, make_request("x", PROMPT).token_ids)
-    assert (match.device_tokens, match.host_tokens) == (0, 20)
+    assert (match.device_tokens, match.host_tokens) == (0, 24)
     fetch = submit(harness, "one")
     offer(fetch)
     finish(harness, "one")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 PAGE_SIZE, INTERVAL = 4, 3
 # Regular depths of the twelve pages, of which eleven can be found, and the last whole page before the last token.
 DEPTHS = (3, 6, 9, 11)
+# Also after the last page, as the prompt fills it: of use to longer prompts only.
+ALL_DEPTHS = (*DEPTHS, 12)
 
 
 def hybrid(keyring: Path, objects: Objects, **options: object) -> Server:
@@ -62,9 +64,9 @@ def test_snapshots_are_stored_beside_their_pages_and_found_at_another_server_by_
     objects: Objects = {}
     first = hybrid(keyring, objects)
     assert first.serve("cold") == 0
-    assert sorted(depth_of(objects, name) for name in states_of(first, objects)) == list(DEPTHS)
-    assert len(objects) == 12 + 4
-    assert first.storage.stored_snapshots == 4
+    assert sorted(depth_of(objects, name) for name in states_of(first, objects)) == list(ALL_DEPTHS)
+    assert len(objects) == 12 + 5
+    assert first.storage.stored_snapshots == 5
     second = hybrid(keyring, objects)
     assert second.serve("stranger", user="bob") == 0
     assert not second.worker.searches, "the first page shows that there is nothing"
@@ -85,6 +87,15 @@ def test_after_a_restart_of_everything_the_next_turn_continues_after_the_last(ke
     # One search, the one page before it, the pages up to the snapshot, and this.
     kinds = [(one.direction, len(one.host_snapshots)) for one in transfers(server) if one.direction in (FIND, FETCH)]
     assert kinds == [(FETCH, 0), (FIND, 0), (FETCH, 0), (FETCH, 1)]
+
+
+def test_after_a_short_answer_the_next_turn_continues_after_a_prompt_of_whole_pages(keyring: Path) -> None:
+    objects: Objects = {}
+    server = hybrid(keyring, objects)
+    server.serve("first turn", max_tokens=2)
+    turn = [*PROMPT, *server.harness.outputs["first turn", 0], *range(300, 310)]
+    server.replace_workers()
+    assert server.serve("second turn", turn) == len(PROMPT)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -193,13 +204,13 @@ def test_a_snapshot_that_saves_too_few_pages_is_not_read(keyring: Path) -> None:
     objects: Objects = {}
     hybrid(keyring, objects).serve("cold")
     server = hybrid(keyring, objects, config=replace(WAIT, min_pages=4))
-    server.serve("a beginning", PROMPT[: 8 * PAGE_SIZE])
+    server.serve("a beginning", PROMPT[: 7 * PAGE_SIZE + 1])
     server.worker.searches.clear()
     # Seven pages are there, and of the others there are four.
     found = server.serve("warm", PROMPT[: 12 * PAGE_SIZE])
     assert found == 44
     other = hybrid(keyring, objects, config=replace(WAIT, min_pages=5))
-    other.serve("a beginning", PROMPT[: 8 * PAGE_SIZE])
+    other.serve("a beginning", PROMPT[: 7 * PAGE_SIZE + 1])
     other.worker.searches.clear()
     assert other.serve("computed", PROMPT[: 12 * PAGE_SIZE]) < 44
     assert not other.worker.searches
@@ -227,7 +238,7 @@ def test_a_session_s_end_stores_the_other_snapshots_of_its_subject_again(keyring
     server.cache.forget(Subject("tenant", "alice"), "another session")
     server.finish()
     assert not before & set(objects)
-    assert len([key for key in server.worker.stored_states if (0, key) in objects]) == 4
+    assert len([key for key in server.worker.stored_states if (0, key) in objects]) == len(ALL_DEPTHS)
     server.replace_workers()
     assert server.serve("warm") == 44
 
@@ -404,7 +415,7 @@ def test_the_memory_of_a_snapshot_decides_whether_reading_pays(keyring: Path) ->
 
 def test_a_snapshot_that_is_found_too_early_to_pay_is_not_read(keyring: Path) -> None:
     objects: Objects = {}
-    hybrid(keyring, objects).serve("a beginning", PROMPT[: 4 * PAGE_SIZE])
+    hybrid(keyring, objects).serve("a beginning", PROMPT[: 3 * PAGE_SIZE + 1])
     server = hybrid(keyring, objects, config=replace(WAIT, policy=PrefetchPolicy.TIMEOUT))
     slow_to_read(server, tokens_per_s=10.0, pages_per_s=5.0)
     # A gain of three pages is less than the time to read them and a snapshot of as much memory.
@@ -449,8 +460,8 @@ def test_a_node_that_is_joined_with_its_child_before_it_is_stored_is_stored(
     compress_chains(store)
     assert upper.is_dead
     server.finish()
-    assert (len(worker.stored), len(worker.stored_states)) == (pages, len(DEPTHS))
-    assert len(objects) == pages + len(DEPTHS)
+    assert (len(worker.stored), len(worker.stored_states)) == (pages, len(ALL_DEPTHS))
+    assert len(objects) == pages + len(ALL_DEPTHS)
 
 
 def test_a_forgotten_subject_s_snapshot_is_dropped_also_if_its_page_remains_as_others_have_it(keyring: Path) -> None:
@@ -510,8 +521,9 @@ def test_snapshots_of_public_pages_are_stored_as_public_only_while_they_are_pinn
     for node, _ in server.cache.store.tree.walk():
         server.storage.note(node)
     server.finish()
-    own = Keyring(keyring).keys(("tenant", "alice", ""), [chain + b" state" for chain in chains(server)])
-    assert set(server.worker.stored_states[stored:]) <= set(own.names)
+    suffixed = [chain + b" state" for chain in chains(server)]
+    own = {name for user in ("alice", "carol") for name in Keyring(keyring).keys(("tenant", user, ""), suffixed).names}
+    assert set(server.worker.stored_states[stored:]) <= own
     assert hybrid(keyring, objects, **options).serve("stranger", user="bob") == 0
 
 
