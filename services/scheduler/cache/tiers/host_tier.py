@@ -319,6 +319,8 @@ class HostTier:
     def note(self, node: Node) -> None:
         if node.host_pages is None or (self.states is not None and self.states.is_missing(node)):
             self._backups.note(node)
+        if self.storage is not None:
+            self.storage.use(node)
 
     def split(self, node: Node, upper: Node) -> None:
         self.pages.split(node, upper)
@@ -353,6 +355,8 @@ class HostTier:
     def leave(self, leaf: Node) -> None:
         self.ledger.leave(leaf)
         self._backups.leave(leaf)
+        if self.storage is not None:
+            self.storage.leave(leaf)
         if self.states is not None:
             self.states.leave(leaf)
         if leaf.host_pages is not None:

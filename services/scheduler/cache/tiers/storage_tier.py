@@ -157,8 +157,8 @@ class StorageTier:
             self._reads.finish_states(opened, ack)
         elif transfer.direction is TransferDirection.HOST_TO_STORAGE:
             self.writing_pages -= self._weight(transfer)
+            self._writes.finish(opened, ack)
             if has_states:
-                self._writes.finish_states(transfer)
                 self.stored_snapshots += ack.done_pages
             else:
                 self.stored_pages += ack.done_pages
@@ -184,6 +184,14 @@ class StorageTier:
         """Note a node whose pages have more snapshots on the host."""
         if self.config.writes:
             self._writes.note_states(node)
+
+    def use(self, node: Node) -> None:
+        """Store what could not be stored of a node that was used, as it is wanted again."""
+        self._writes.retry(node)
+
+    def leave(self, leaf: Node) -> None:
+        """Follow a leaf's removal."""
+        self._writes.leave(leaf)
 
     def split(self, node: Node, upper: Node) -> None:
         """Follow a split: both halves are still to be stored."""
@@ -237,6 +245,9 @@ class StorageWrites:
 
     Of public nodes only pinned ones are stored as public. Others are public by choices of tenants, which may end while
     no scheduler has the node in memory; they are stored under each of these tenants already.
+
+    A write that fails is repeated after the node's next use: pages after a missing one could not be found, and what is
+    not used is not worth the attempts while storage is down.
     """
 
     def __init__(
@@ -249,6 +260,8 @@ class StorageWrites:
         self._is_shared = store.config.mode is Mode.SHARED
         # Nodes, and whether their pages are to be stored besides their snapshots.
         self._noted: dict[Node, bool] = {}
+        # The same of nodes whose last write failed.
+        self._failed: dict[Node, bool] = {}
         self._dropped: list[bytes] = []
 
     @property
@@ -266,14 +279,26 @@ class StorageWrites:
 
     def split(self, node: Node, upper: Node) -> None:
         """Follow a split: both halves are still to be stored."""
-        if node in self._noted:
-            self._noted[upper] = self._noted[node]
+        for nodes in (self._noted, self._failed):
+            if node in nodes:
+                nodes[upper] = nodes[node]
 
     def absorb(self, node: Node, child: Node) -> None:
         """Follow the joining of a node with its only child: both are stored if either is still to be."""
-        if node in self._noted:
-            has_pages = self._noted.pop(node)
-            self._noted[child] = has_pages or self._noted.get(child, False)
+        for nodes in (self._noted, self._failed):
+            if node in nodes:
+                has_pages = nodes.pop(node)
+                nodes[child] = has_pages or nodes.get(child, False)
+
+    def leave(self, leaf: Node) -> None:
+        """Follow a leaf's removal."""
+        self._failed.pop(leaf, None)
+
+    def retry(self, node: Node) -> None:
+        """Note a node again if its last write failed."""
+        if node in self._failed:
+            has_pages = self._failed.pop(node)
+            self._noted[node] = has_pages or self._noted.get(node, False)
 
     def drop(self, account: Account) -> None:
         """Drop all stored pages that the tree has as an account's own."""
@@ -295,6 +320,8 @@ class StorageWrites:
             if node.is_dead or node.host_pages is None:
                 continue
             hashes = self._hashes(node)
+            if has_pages:
+                self._failed.pop(node, None)
             if has_pages and self._may_store(node, node.owner):
                 room -= node.size
                 self._ledger.retain_host(node.host_pages)
@@ -306,20 +333,31 @@ class StorageWrites:
                 room -= weight_of(transfer, self._store)
                 yield transfer
 
-    def finish_states(self, transfer: Transfer) -> None:
-        """Record that all ranks have stored a snapshot."""
-        assert self._states is not None, "it has begun the transfer"
-        self._states.finish(transfer)
+    def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
+        """Record that all ranks have stored pages or a snapshot, or failed to."""
+        transfer = opened.transfer
+        if len(transfer.host_snapshots):
+            assert self._states is not None, "it has begun the transfer"
+            self._states.finish(transfer)
+        if ack.done_pages == len(transfer.object_keys):
+            return
+        # The node that was stored may have been split since.
+        node, pages = opened.end, max(transfer.pages, 1)
+        while pages > 0 and node.parent is not None:
+            self._failed[node] = self._failed.get(node, False) or len(transfer.host_pages) > 0
+            node, pages = node.parent, pages - node.size
 
     def forget_all(self) -> None:
         """Start over: no copies are left. Pending drops remain."""
         self._noted.clear()
+        self._failed.clear()
         if self._states is not None:
             self._states.forget_all()
 
     def faults(self) -> list[str]:
         """Return inconsistencies, for audits."""
-        return [] if self._states is None else self._states.faults()
+        found = ["a write failed of a node that is gone"] if any(node.is_dead for node in self._failed) else []
+        return found if self._states is None else [*found, *self._states.faults()]
 
     def _may_store(self, node: Node, owner: Account) -> bool:
         return node.pinned or not owner.is_public or self._is_shared
