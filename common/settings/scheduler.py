@@ -283,9 +283,10 @@ class SchedulerSettings(Section):
     """Part of this scheduler group where several serve one model. both: it computes prompts and generates. prefill: it
     only computes prompts for the other groups, which read their KV pages from its workers. decode: it leaves long
     prompts to prefill groups; this requires a host tier, where the pages arrive."""
-    prefill_min_tokens: int = Field(default=512, ge=16)
+    prefill_min_tokens: int | None = Field(default=None, ge=16)
     """Smallest number of prompt tokens missing in the cache for which a group asks a prefill group; fewer are computed
-    where they are decoded, unless an image is missing."""
+    where they are decoded, unless an image is missing. By default measured, between 128 and 4,096 (512 at first): as
+    many as the group computes in the time by which asking delays a prompt. A number holds instead."""
     automatic_role: AutomaticRoleSettings = AutomaticRoleSettings()
     workers: Addresses = ("127.0.0.1:50053",)
     """Addresses of the ranks that hold the model together, rank 0 first: by tensor parallelism, all with all layers, or

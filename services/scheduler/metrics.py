@@ -176,6 +176,11 @@ REMOTE_PREFILL_EXPOSED_SECONDS_TOTAL = Counter(
     "Time in which fetched prompts that the other group had computed waited for their last page. The share of the"
     " transfers' time that is hidden behind the computation is one minus this time divided by that of the transfers.",
 )
+REMOTE_PREFILL_MIN_TOKENS = Gauge(
+    "pando_scheduler_remote_prefill_min_tokens",
+    "Missing tokens of a prompt from which on another group is asked to compute it, as measured or as configured; of"
+    " prompts with images, any number. Updated with each prompt for which the tokenizer names such a group.",
+)
 TRANSFERS_TOTAL = Counter(
     "pando_scheduler_transfers_total", "Transfers between the tiers that all ranks have finished.", ["direction"]
 )

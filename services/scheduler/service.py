@@ -160,6 +160,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     cached_tokens=part.cached_tokens,
                     is_last=part.is_last,
                     device_snapshot=part.snapshot,
+                    computing_us=part.computing_us,
                 )
 
     async def SetRole(  # noqa: N802

@@ -45,7 +45,8 @@ MAX_ROWS, KV_TOKENS = 256, 790_000
 PREFILL_STEP = 2048
 MIXED_STEPS = (512, 1024)
 DECODE_STEP = 512
-# Fewer missing tokens are computed where they are decoded (scheduler.prefill_min_tokens).
+# Fewer missing tokens are computed where they are decoded: as in a group that has not measured yet from which number on
+# leaving them to another one pays, or as scheduler.prefill_min_tokens says.
 PREFILL_MIN_TOKENS = 512
 # Limits within which a layout serves: time to the first token, and between tokens, for 99 of 100.
 MOST_TTFT_S, MOST_ITL_S = 2.0, 0.05

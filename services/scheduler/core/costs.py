@@ -16,6 +16,11 @@ STORAGE_MEMORY = 0.5
 # Measurements of reads from other groups that decide, and the reads beside each other that are one of them at most.
 PEER_MEASUREMENTS = 5
 PEER_READS_AT_ONCE = 8
+# Missing tokens for which a prompt is left to another group: until what that takes is measured, and the least and the
+# most that follow from any measurement.
+FIRST_PEER_TOKENS = 512
+LEAST_PEER_TOKENS = 128
+MOST_PEER_TOKENS = 4096
 # Weight of the calibration at start-up, in seconds of measured work.
 CALIBRATION_S = 0.2
 # Smaller chunks reflect the fixed cost of a pass rather than prefill.
@@ -64,6 +69,8 @@ class LoadCosts:
         self._storage = _Rate(0.0, STORAGE_MEMORY)
         # Of pages that another group computes, from its workers to the host.
         self._peer = _LinkRate()
+        # By how many seconds prompts that another group computed were later here than there.
+        self._peer_delays: deque[float] = deque(maxlen=PEER_MEASUREMENTS)
         # Of a read, without the time of the transfer itself.
         self._storage_latency_s = FIRST_LATENCY_S
 
@@ -106,6 +113,17 @@ class LoadCosts:
         copied_s = copied_tokens * self._bytes_per_token * (1 / self._peer.value + load_s)
         return copied_s < tokens / self._prefill.value
 
+    def least_peer_tokens(self) -> int:
+        """Return for how many missing tokens a prompt is left to another group, within bounds.
+
+        To compute so many here, which delays all rows, takes as long as leaving them to the other group delays one
+        prompt: by the shortest of the latest delays, as queues make them longer, never shorter.
+        """
+        if not self._prefill.value or not self._peer_delays:
+            return FIRST_PEER_TOKENS
+        tokens = self._prefill.value * min(self._peer_delays)
+        return int(min(max(tokens, LEAST_PEER_TOKENS), MOST_PEER_TOKENS))
+
     def prefill_s(self, tokens: int) -> float:
         """Return the time to compute `tokens` tokens; 0 while that has not been measured."""
         return tokens / self._prefill.value if self._prefill.value else 0.0
@@ -116,6 +134,13 @@ class LoadCosts:
         `seconds`: the time that has passed since the transfer before it ended, if they were beside each other.
         """
         self._peer.add(tokens * self._bytes_per_token, seconds, has_ended=not beside_others)
+
+    def saw_peer_start(self, seconds: float) -> None:
+        """Record a prompt that another group computed: it could start here so long after it arrived here.
+
+        Without the time in which the other group computed it.
+        """
+        self._peer_delays.append(max(seconds, 0.0))
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Record a pass that prefilled `tokens` tokens."""

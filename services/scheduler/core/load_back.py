@@ -11,6 +11,7 @@ from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.cache.tiers.peer_reads import PromptUse
 from services.scheduler.cache.tiers.storage_reads import reads_of
 from services.scheduler.cache.tiers.stored_states import READS
+from services.scheduler.core.costs import LEAST_PEER_TOKENS
 from services.scheduler.core.sequence import Wait
 
 if TYPE_CHECKING:
@@ -127,19 +128,19 @@ class LoadBack:
             self.host.prefetch(view, token_ids, MEASURED_PAGES)
         self._skipped_lookups += 1
 
-    def await_peer(self, sequence: Sequence, min_tokens: int) -> PeerFetch | None:
+    def await_peer(self, sequence: Sequence, min_tokens: int | None) -> PeerFetch | None:
         """Let a waiting sequence wait for pages of a peer, if its view lacks at least `min_tokens` that can come so.
 
-        It waits until the fetch is done, whose owner must see to that. None if computing is faster. Images that the
-        view lacks are always left to the peer, as all rows would wait for the encoder here.
+        None: as many as has been measured to pay. It waits until the fetch is done, whose owner must see to that.
+        Returns None if computing is faster. Images that the view lacks are always left to the peer, as all rows would
+        wait for the encoder here.
         """
         if sequence.request.options.cache_mode is CacheMode.NONE:
             return None
         request, options = sequence.request, sequence.request.options
         lacks_images = self._lacks_images(sequence)
-        if lacks_images:
-            min_tokens = 1
-        elif len(sequence.token_ids) < min_tokens or not self._may_ask_peer(sequence):
+        wanted = 1 if lacks_images else self._wanted_of_peer(sequence, min_tokens)
+        if wanted is None:
             return None
         use = PromptUse(options.cache_mode is not CacheMode.PRIVATE, options.session)
         # Not what has been generated before a resume, which is no evidence.
@@ -147,7 +148,7 @@ class LoadBack:
         place = self._place_for(sequence, prompt)
         # The states after a tail are not kept.
         has_tail = lacks_images and self.host.states is None and sequence.has_image_tail(self._page_size)
-        sequence.remote = self.host.await_peer(request.view, prompt, min_tokens, use, place, has_tail=has_tail)
+        sequence.remote = self.host.await_peer(request.view, prompt, wanted, use, place, has_tail=has_tail)
         if sequence.remote is not None:
             sequence.remote.lookup = sequence.fetch
             self._remote[sequence.handle] = sequence
@@ -172,26 +173,35 @@ class LoadBack:
         match = self.host.find(sequence.request.view, sequence.cacheable_ids)
         return sequence.image_spans[-1][1] > match.device_tokens + match.host_tokens
 
-    def _may_ask_peer(self, sequence: Sequence) -> bool:
-        """Whether a prompt is left to another group: where that pays, and now and then to measure it again."""
-        now = sequence.arrived_at
-        if self._peer_pays(sequence):
-            self._peer_pause_s = PEER_MEASURED_S
-            return True
-        if now - self._asked_peer_at >= self._peer_pause_s:
-            self._peer_pause_s = min(2 * self._peer_pause_s, PEER_MEASURED_MOST_S)
-            return True
-        self._skipped_peers += 1
-        return self._skipped_peers >= PEER_MEASURED_ONE_IN
+    def _wanted_of_peer(self, sequence: Sequence, min_tokens: int | None) -> int | None:
+        """Return how many tokens its view must lack for a prompt to be left to another group; None: it is not.
 
-    def _peer_pays(self, sequence: Sequence) -> bool:
+        It is where that pays, and now and then to measure it again.
+        """
+        floor = LEAST_PEER_TOKENS if min_tokens is None else min_tokens
+        ids = sequence.cacheable_ids
+        if len(ids) < floor:
+            return None
+        match = self.host.find(sequence.request.view, ids)
+        missing = len(ids) - match.device_tokens - match.host_tokens
+        if missing < floor:
+            return None
+        least = self.costs.least_peer_tokens() if min_tokens is None else min_tokens
+        if missing >= least and self._peer_pays(missing, match.host_tokens):
+            self._peer_pause_s = PEER_MEASURED_S
+            return least
+        if sequence.arrived_at - self._asked_peer_at >= self._peer_pause_s:
+            self._peer_pause_s = min(2 * self._peer_pause_s, PEER_MEASURED_MOST_S)
+            return floor
+        self._skipped_peers += 1
+        return floor if self._skipped_peers >= PEER_MEASURED_ONE_IN else None
+
+    def _peer_pays(self, missing: int, host_tokens: int) -> bool:
         if self.host.states is None:
             return self.costs.peer_pays()
-        ids = sequence.cacheable_ids
-        match = self.host.find(sequence.request.view, ids)
         # What only the host has is read again.
-        read = len(ids) - match.device_tokens
-        return self.costs.peer_pays(read - match.host_tokens, read + self.host.snapshot_pages * self._page_size)
+        copied = missing + host_tokens + self.host.snapshot_pages * self._page_size
+        return self.costs.peer_pays(missing, copied)
 
     @property
     def reserved(self) -> list[Sequence]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.tiers.peer_reads import PeerFetch
     from services.scheduler.core.core import SchedulerCore
+    from services.scheduler.core.load_back import LoadBack
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.loop import SchedulerLoop
 
@@ -44,11 +45,12 @@ class PrefillClient:
         self,
         loop: SchedulerLoop,
         connect: Callable[[str, str], grpc.aio.Channel],
-        min_tokens: int,
+        min_tokens: int | None,
         silence_s: float = SILENCE_S,
     ) -> None:
         """Ask for prompts of which at least `min_tokens` tokens are missing, or an image.
 
+        None: as many as has been measured to pay.
         `connect` opens a channel by address and the name in its certificate; an empty name: the address's host.
         """
         self.asked = 0
@@ -69,6 +71,7 @@ class PrefillClient:
         if not request.prefill_group or not is_plain or loads is None or core.memory.windows:
             return
         fetch = loads.await_peer(sequence, self._min_tokens)
+        self._export(loads)
         if fetch is None:
             return
         self.asked += 1
@@ -112,7 +115,7 @@ class PrefillClient:
         try:
             channel = self._channel(request.prefill_group, request.prefill_group_name)
             call = scheduler_pb2_grpc.SchedulerStub(channel).Prefill(scheduler_pb2.PrefillRequest(request=wire))
-            await self._follow(call, core, fetch)
+            await self._follow(call, core, sequence, fetch)
         except grpc.aio.AioRpcError as error:
             return error.details() or str(error.code())
         except TimeoutError:
@@ -131,9 +134,10 @@ class PrefillClient:
                 call.cancel()
         return ""
 
-    async def _follow(self, call: PrefillCall, core: SchedulerCore, fetch: PeerFetch) -> None:
+    async def _follow(self, call: PrefillCall, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> None:
         """Offer the pages that the other group computes, until all have been read or the request does not wait."""
         heard_at = time.monotonic()
+        computing_s = None
         while not fetch.is_complete:
             async with asyncio.timeout(self._silence_s):
                 message = await call.read()
@@ -150,14 +154,30 @@ class PrefillClient:
             if message.HasField("device_snapshot"):
                 fetch.offer_snapshot(message.device_snapshot)
             if message.is_last:
+                computing_s = message.computing_us / 1e6 if message.HasField("computing_us") else None
                 fetch.complete(self._loop.now)
             self._loop.wake()
         while not fetch.is_done:  # noqa: ASYNC110  (the core cannot notify)
             await asyncio.sleep(WATCH_S)
         if fetch.has_arrived:
-            metrics.REMOTE_PREFILLS_TOTAL.labels("fetched").inc()
-            metrics.REMOTE_PREFILL_TRANSFER_SECONDS_TOTAL.inc(fetch.transfer_s)
-            metrics.REMOTE_PREFILL_EXPOSED_SECONDS_TOTAL.inc(fetch.exposed_s)
+            self._note_fetched(core, sequence, fetch, computing_s)
+
+    def _note_fetched(
+        self, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch, computing_s: float | None
+    ) -> None:
+        """Count a fetched prompt, and learn by how much it was later here than where it was computed."""
+        metrics.REMOTE_PREFILLS_TOTAL.labels("fetched").inc()
+        metrics.REMOTE_PREFILL_TRANSFER_SECONDS_TOTAL.inc(fetch.transfer_s)
+        metrics.REMOTE_PREFILL_EXPOSED_SECONDS_TOTAL.inc(fetch.exposed_s)
+        loads = core.memory.loads
+        # Earlier versions of the other group do not say how long it computed.
+        if loads is not None and fetch.ready_at is not None and computing_s is not None:
+            loads.costs.saw_peer_start(fetch.ready_at - sequence.arrived_at - computing_s)
+            self._export(loads)
+
+    def _export(self, loads: LoadBack) -> None:
+        least = loads.costs.least_peer_tokens() if self._min_tokens is None else self._min_tokens
+        metrics.REMOTE_PREFILL_MIN_TOKENS.set(least)
 
     def _patience_s(self, core: SchedulerCore) -> float:
         loads = core.memory.loads

@@ -48,6 +48,8 @@ class PrefillPart:
     is_last: bool
     # With the last part: of the recurrent states after all pages.
     snapshot: SnapshotSlot | None = None
+    # With the last part: from when the prompt started until it was computed.
+    computing_us: int | None = None
 
 
 @dataclass(slots=True)
@@ -56,8 +58,10 @@ class _Progress:
 
     core: SchedulerCore
     name: bytes
+    clock: Callable[[], float]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
+    ended_at: float = 0.0
     finish: Finish | None = None
     # The page that the prompt does not fill, if an image ends there: the lease holds it, as the cache has whole pages.
     tail: tuple[int, ...] = ()
@@ -73,7 +77,7 @@ class _Progress:
             self.tail = tuple(tail.tolist())
 
     def on_ended(self, finish: Finish | None) -> None:
-        self.has_ended, self.finish = True, finish
+        self.has_ended, self.finish, self.ended_at = True, finish, self.clock()
         self.changed.set()
 
 
@@ -101,7 +105,7 @@ class PrefillServer:
         if core is None or capacity is None:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
         name = secrets.token_bytes(LEASE_BYTES)
-        progress, own = _Progress(core, name), _prompt_only(request)
+        progress, own = _Progress(core, name, lambda: self._loop.now), _prompt_only(request)
         admission = self._loop.submit_prefill(own, progress)
         if admission.rejected is not None:
             raise RequestFailedError(admission.rejected)
@@ -123,7 +127,11 @@ class PrefillServer:
                 raise UnavailableError("the prompt was not computed here")
             pages = (*await lease.extend(), *await lease.add(progress.tail))
             snapshot = await lease.add_state()
-            yield replace(part, pages=pages, cached_tokens=lease.cached_tokens, is_last=True, snapshot=snapshot)
+            computing_us = None if lease.started_at is None else round((progress.ended_at - lease.started_at) * 1e6)
+            yield replace(
+                part, pages=pages, cached_tokens=lease.cached_tokens, is_last=True, snapshot=snapshot,
+                computing_us=computing_us,
+            )  # fmt: skip
             await asyncio.sleep(LEASE_S)
             self._log.warning("prefill.lease_expired", request_id=request.request_id)
         finally:
@@ -158,6 +166,11 @@ class _Lease:
         self._generation = core.exports.generation
         self._pages = 0
         self._has_granted = False
+
+    @property
+    def started_at(self) -> float | None:
+        """When the prompt first started, by the scheduler's clock; None: it has not."""
+        return None if self._sequence is None else self._sequence.started_at
 
     async def extend(self) -> tuple[int, ...]:
         """Let the pages be read that have been computed since the last call; return them.

@@ -51,6 +51,10 @@ def settings_with(environment: dict[str, Any], variables: dict[str, str], patch:
 
     with patch.context() as context:
         for name, value in environment.items():
+            if value is None:
+                if name in variables:
+                    context.setenv(name, variables[name])
+                continue
             context.setenv(name, re.sub(r"\$\{(\w+)(?::([-?])([^}]*))?\}", fill, str(value)))
         return parse_settings(argparse.ArgumentParser(), [])[0]
 
@@ -287,9 +291,10 @@ def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: py
 def test_groups_with_roles_are_configured_as_by_pando_up(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("roles.yaml")["services"]
 
-    def settings_of(name: str) -> Settings:
+    def settings_of(name: str, variables: dict[str, str] | None = None) -> Settings:
         base = SERVICES[overlay[name].get("extends", {}).get("service", name)]
-        return settings_with({**base["environment"], **overlay[name].get("environment", {})}, {}, monkeypatch)
+        environment = {**base["environment"], **overlay[name].get("environment", {})}
+        return settings_with(environment, variables or {}, monkeypatch)
 
     settings = Settings(scheduler=SchedulerSettings(host_tier=HostTierSettings(gigabytes=1)))
     layout = plan_layout(settings, Path("/run"), 1, Replicas(groups=read_roles("decode=1,prefill=1")))
@@ -299,6 +304,9 @@ def test_groups_with_roles_are_configured_as_by_pando_up(monkeypatch: pytest.Mon
         assert (own.role, own.host_tier, own.prefill_min_tokens) == (
             planned.role, planned.host_tier, planned.prefill_min_tokens,
         )  # fmt: skip
+        assert own.prefill_min_tokens is None, "it is measured"
+        variables = {"PANDO_SCHEDULER__PREFILL_MIN_TOKENS": "640"}
+        assert settings_of(name, variables).scheduler.prefill_min_tokens == 640
         worker = f"{name.removesuffix('scheduler')}worker"
         assert own.workers == (f"{worker}:50053",)
         assert own.rendezvous.startswith(f"{worker}:")

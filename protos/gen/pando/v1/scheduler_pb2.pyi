@@ -389,6 +389,7 @@ class PrefillResponse(_message.Message):
     IS_LAST_FIELD_NUMBER: _builtins.int
     KV_IDENTITY_FIELD_NUMBER: _builtins.int
     DEVICE_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    COMPUTING_US_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Of the workers' weights and shards; pages are of use to a group with the same, or with the same kv_identity."""
     lease: _builtins.bytes
@@ -402,6 +403,8 @@ class PrefillResponse(_message.Message):
     """With recurrent layers, and is_last: the snapshot of their states after all pages that were sent, under the same lease.
     Absent: there is none, so that these pages are of no use.
     """
+    computing_us: _builtins.int
+    """With is_last: microseconds from when the prompt started here, after it had waited, until it was computed."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses of this group's workers, by rank, and the lease under which they let the pages be read."""
@@ -421,13 +424,19 @@ class PrefillResponse(_message.Message):
         is_last: _builtins.bool = ...,
         kv_identity: _builtins.str = ...,
         device_snapshot: _builtins.int | None = ...,
+        computing_us: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_snapshot", b"_device_snapshot", "device_snapshot", b"device_snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_computing_us", b"_computing_us", "_device_snapshot", b"_device_snapshot", "computing_us", b"computing_us", "device_snapshot", b"device_snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_snapshot", b"_device_snapshot", "cached_tokens", b"cached_tokens", "device_pages", b"device_pages", "device_snapshot", b"device_snapshot", "fingerprint", b"fingerprint", "is_last", b"is_last", "kv_identity", b"kv_identity", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_us", b"_computing_us", "_device_snapshot", b"_device_snapshot", "cached_tokens", b"cached_tokens", "computing_us", b"computing_us", "device_pages", b"device_pages", "device_snapshot", b"device_snapshot", "fingerprint", b"fingerprint", "is_last", b"is_last", "kv_identity", b"kv_identity", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__computing_us: _TypeAlias = _typing.Literal["computing_us"]  # noqa: Y015
+    _WhichOneofArgType__computing_us: _TypeAlias = _typing.Literal["_computing_us", b"_computing_us"]  # noqa: Y015
     _WhichOneofReturnType__device_snapshot: _TypeAlias = _typing.Literal["device_snapshot"]  # noqa: Y015
     _WhichOneofArgType__device_snapshot: _TypeAlias = _typing.Literal["_device_snapshot", b"_device_snapshot"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__computing_us) -> _WhichOneofReturnType__computing_us | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_snapshot) -> _WhichOneofReturnType__device_snapshot | None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015

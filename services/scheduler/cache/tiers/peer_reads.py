@@ -141,6 +141,13 @@ class PeerFetch:
         return max(0.0, self.arrived_at - self.computed_at)
 
     @property
+    def ready_at(self) -> float | None:
+        """When the prompt was computed, and its last page had arrived; None if no page has come from the peer."""
+        if self.computed_at is None or self.arrived_at is None:
+            return None
+        return max(self.computed_at, self.arrived_at)
+
+    @property
     def is_done(self) -> bool:
         """Whether no more pages will arrive."""
         return self.is_complete and not self.is_transferring and not self.is_due

@@ -38,14 +38,24 @@ class Rank:
         pass
 
 
+class Loop(SimpleNamespace):
+    """The loop of a prefill group, whose clock is that of its core."""
+
+    @property
+    def now(self) -> float:
+        harness: Harness = self.harness
+        return harness.now
+
+
 class Lender:
     """A prefill group that is asked for one prompt, and has computed all of it before it grants any page."""
 
     def __init__(self, then: Callable[[Harness], None] = lambda _harness: None) -> None:
         self.harness = Harness(cache="user_aware")
         self.ranks = [Rank(lambda: then(self.harness)), Rank(lambda: None)]
-        loop: Any = SimpleNamespace(
-            core=self.harness.core, capacity=MagicMock(), wake=lambda: None, abort=self.harness.core.abort,
+        loop: Any = Loop(
+            harness=self.harness, core=self.harness.core, capacity=MagicMock(), wake=lambda: None,
+            abort=self.harness.core.abort,
             submit_prefill=lambda request, follower: self.harness.core.submit(request, self.harness.now, follower),
         )  # fmt: skip
         self.calls = PrefillServer(loop, MagicMock(ranks=self.ranks), ["one", "other"]).serve(ask("one", *PARTS))
@@ -80,3 +90,17 @@ async def test_no_tail_is_lent_of_workers_that_were_lost_while_they_granted_the_
         await lender.last_part()
     assert [len(rank.granted) for rank in lender.ranks] == [PAGES - 1] * 2
     assert len(lender.harness.core.exports.lent) == 0
+
+
+async def test_the_time_in_which_a_prompt_was_computed_is_without_that_in_which_it_waited_or_was_lent() -> None:
+    def lend(harness: Harness) -> None:
+        harness.now += 50
+
+    lender = Lender(lend)
+    harness = lender.harness
+    assert not (await anext(lender.calls)).is_last
+    harness.now += 7
+    harness.plan()
+    harness.now += 3
+    harness.run()
+    assert (await lender.last_part()).computing_us == 3_000_000

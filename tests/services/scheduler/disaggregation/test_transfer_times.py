@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from common.types import RequestId
 from protos.gen.pando.v1 import scheduler_pb2
 from services.scheduler.cache.tiers.config import HostConfig
+from services.scheduler.core.costs import FIRST_PEER_TOKENS
 from services.scheduler.disaggregation import prefill_client
 from services.scheduler.disaggregation.prefill_client import PrefillClient
 from tests.fakes.simulated_worker import expected_output
@@ -57,7 +58,9 @@ class FakeLoop:
 class FakeCall:
     """The prefill group's answer to a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, computing_us: int | None = None) -> None:
+        """Say with the last message that the prompt took so long to compute."""
+        self._computing_us = computing_us
         self._messages: asyncio.Queue[scheduler_pb2.PrefillResponse] = asyncio.Queue()
 
     def answer(self, chunk: int) -> None:
@@ -65,7 +68,11 @@ class FakeCall:
         pages = range(chunk * PAGES_OF_CHUNK, (chunk + 1) * PAGES_OF_CHUNK)
         self._messages.put_nowait(
             scheduler_pb2.PrefillResponse(
-                workers=["worker"], lease=bytes(16), device_pages=pages, is_last=chunk == CHUNKS - 1
+                workers=["worker"],
+                lease=bytes(16),
+                device_pages=pages,
+                is_last=chunk == CHUNKS - 1,
+                computing_us=self._computing_us if chunk == CHUNKS - 1 else None,
             )
         )
 
@@ -79,11 +86,12 @@ class FakeCall:
 class Simulation:
     """A prompt whose chunks take `chunk_s` to compute, and whose transfers `transfer_s` each."""
 
-    def __init__(self, chunk_s: int, transfer_s: int) -> None:
-        self.harness = Harness(host=HostConfig(pages=32))
+    def __init__(self, chunk_s: int, transfer_s: int, computing_s: int | None = None, rate: float = 0.0) -> None:
+        """The prefill group says that the prompt took `computing_s`; `rate` are tokens per second of this group."""
+        self.harness = Harness(host=HostConfig(pages=32), prefill_tokens_per_s=rate)
         self.harness.worker.read_peer = lend
         self._chunk_s, self._transfer_s = chunk_s, transfer_s
-        self._call, channel = FakeCall(), MagicMock()
+        self._call, channel = FakeCall(computing_s and computing_s * 1_000_000), MagicMock()
         channel.unary_stream.return_value = lambda _request: self._call
         loop: Any = FakeLoop(self.harness)
         self._client = PrefillClient(loop, lambda _address, _name: channel, 1)
@@ -125,6 +133,11 @@ class Simulation:
                 self.harness.complete(transfer_id, 0)
 
 
+def learned(simulation: Simulation) -> int:
+    assert simulation.harness.core.memory.loads is not None
+    return simulation.harness.core.memory.loads.costs.least_peer_tokens()
+
+
 def totals() -> tuple[float, float, float]:
     """Return fetched prompts, and the seconds of their transfers and those that they waited for, since start."""
     name = "pando_scheduler_remote_prefill"
@@ -159,3 +172,33 @@ async def test_a_prompt_whose_pages_cannot_be_read_counts_as_not_fetched(monkeyp
     simulation.harness.worker.read_peer = lambda _peer: []
     await simulation.run()
     assert totals() == before
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "transfer_s", "computing_s", "delay_s"),
+    [
+        pytest.param(10, 2, 40, 2, id="the last transfer, after the prompt was computed"),
+        pytest.param(1, 10, 4, 17, id="a slow link"),
+        pytest.param(10, 2, 15, 27, id="a queue of the prefill group"),
+    ],
+)
+async def test_what_leaving_a_prompt_to_another_group_takes_decides_from_which_length_on_it_is(
+    monkeypatch: pytest.MonkeyPatch, chunk_s: int, transfer_s: int, computing_s: int, delay_s: int
+) -> None:
+    monkeypatch.setattr(prefill_client, "WATCH_S", 0.0)
+    simulation = Simulation(chunk_s, transfer_s, computing_s, rate=100.0)
+    # Passes of the simulated worker are not to change the rate.
+    monkeypatch.setattr(simulation.harness.core.memory.loads.costs, "saw_prefill", lambda *_: None)  # type: ignore[union-attr]  # it has a host tier
+    assert learned(simulation) == FIRST_PEER_TOKENS
+    await simulation.run()
+    assert learned(simulation) == 100 * delay_s
+
+
+async def test_a_prefill_group_that_does_not_say_how_long_it_computed_teaches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one of an earlier version."""
+    monkeypatch.setattr(prefill_client, "WATCH_S", 0.0)
+    simulation = Simulation(10, 2, rate=100.0)
+    await simulation.run()
+    assert learned(simulation) == FIRST_PEER_TOKENS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,6 +15,8 @@ from prometheus_client import REGISTRY
 from common.wire.requests import schedule_request_to_wire
 from deploy.supervisor.layout import free_port
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from services.scheduler.core import load_back
+from services.scheduler.core.costs import LoadCosts
 from tests.fakes.certificates import Authority
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, make_request
@@ -44,11 +48,12 @@ class Groups:
         host_pages: int = 64,
         rpc: dict[str, Any] | None = None,
         prefill_address: str | None = None,
+        min_tokens: int | None = 16,
     ) -> None:
         """The workers of the decode group have so many pages on the device and on the host."""
         for name in ("prefill", "decode"):
             (folder / name).mkdir()
-        common: dict[str, Any] = {"prefill_min_tokens": 16, "host_tier": {"pages": 64}, "rpc": rpc}
+        common: dict[str, Any] = {"prefill_min_tokens": min_tokens, "host_tier": {"pages": 64}, "rpc": rpc}
         listening: dict[str, Any] = {"address": prefill_address} if prefill_address else {}
         self.prefill = Pipeline(folder / "prefill", role="prefill", **common, **listening)
         self.decode = Pipeline(folder / "decode", role="decode", **common | {"host_tier": {"pages": host_pages}})
@@ -370,6 +375,57 @@ async def test_while_the_decode_groups_memory_is_full_requests_wait_and_get_the_
         assert computed >= (whole if max(host_pages, decode_pages // 2) < WHOLE_PAGES else 0)
         assert groups.prefilled(groups.prefill) > 0
         assert (await groups.decode.state()).disaggregation.remote_prefills == 6
+        await groups.released()
+    finally:
+        await groups.stop()
+
+
+async def test_tokens_are_the_same_while_what_is_left_to_the_prefill_group_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured anew with each prompt: from the shortest prompts on, from none, and in between."""
+    random, numbers = Random(0), list[int]()
+
+    def least_peer_tokens(_costs: LoadCosts) -> int:
+        numbers.append(random.choice([16, 30, 45, 4096]))
+        return numbers[-1]
+
+    monkeypatch.setattr(load_back, "LEAST_PEER_TOKENS", 16)
+    monkeypatch.setattr(LoadCosts, "least_peer_tokens", least_peer_tokens)
+    groups = Groups(tmp_path, min_tokens=None)
+    await groups.start()
+    try:
+        prompts = {f"r{number}": [number + 10, *LONG[: 20 + random.randrange(40)]] for number in range(24)}
+        for number, (name, prompt) in enumerate(prompts.items()):
+            await groups.submit(name, prompt, f"user-{number}")
+        await groups.decode.finished(*prompts)
+        for name, prompt in prompts.items():
+            assert groups.decode.detokenizer.output_of(name) == output(prompt)
+        asked = (await groups.decode.state()).disaggregation.remote_prefills
+        assert 4 < asked < 20, "both groups compute some"
+        assert REGISTRY.get_sample_value("pando_scheduler_remote_prefill_min_tokens") == numbers[-1]
+        await groups.released()
+    finally:
+        await groups.stop()
+
+
+async def test_what_leaving_prompts_takes_is_learned_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(LoadCosts, "saw_peer_start", lambda _costs, seconds: seen.append(seconds))
+    groups = Groups(tmp_path)
+    await groups.start()
+    try:
+        for worker in groups.prefill.workers:
+            worker.step_s = 0.05
+        started = time.monotonic()
+        await groups.run("one")
+        passed_s = time.monotonic() - started
+        await until(lambda: seen)
+        # Its passes take 0.2 s, which do not count.
+        assert 0 < seen[0] < passed_s - 0.15
+        await groups.run("short", LONG[15:30])
+        assert len(seen) == 1
+        assert REGISTRY.get_sample_value("pando_scheduler_remote_prefill_min_tokens") == 16
         await groups.released()
     finally:
         await groups.stop()
