@@ -45,7 +45,7 @@ again = || { [[ $$? == 1 && $(RETRY) == 1 ]] && echo "RETRY: the tests that fail
 	$(1) $(PYTEST) --last-failed --last-failed-no-failures none $(2) && \
 	echo "RETRY: the tests that ran last failed once and passed alone"; }
 
-.PHONY: chaos clients stores help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: chaos clients stores nixl help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,16 @@ stores: install-dev ## Install the clients of S3 and Google Cloud Storage and se
 	@test -x .venv-stores/bin/python || $(BIN)/python -m venv .venv-stores
 	@.venv-stores/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r deploy/locks/stores.txt
 	@$(BIN)/python -c $(PURELIB) >"$$(.venv-stores/bin/python -c $(PURELIB))/venv.pth"
+
+# The wheel is large, and has modules under NVIDIA's own licence: nothing else needs it.
+nixl: PYTEST := PYTHONPATH="$(CURDIR)" .venv-nixl/bin/python -m pytest
+nixl: NIXL := -m "not soak and not gpu" -k nixl $(addprefix tests/,services/worker/engine/host_tier/test_nixl.py \
+	services/worker/peers/test_nixl_reading.py e2e/test_disaggregation.py)
+nixl: install-dev ## Install NIXL into an environment of its own, and run the tests of reads over it, on Linux
+	@test -x .venv-nixl/bin/python || $(BIN)/python -m venv .venv-nixl
+	@.venv-nixl/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r deploy/locks/nixl.txt
+	@$(BIN)/python -c $(PURELIB) >"$$(.venv-nixl/bin/python -c $(PURELIB))/venv.pth"
+	$(PYTEST) $(NIXL) $(ARGS) $(call again,,$(NIXL))
 
 lock: ## Resolve all dependencies again into deploy/locks
 	deploy/setup/lock.sh "$(PYTHON)" $(TORCH_VERSION) $(LOCK)

@@ -146,9 +146,7 @@ def test_groups_with_other_numbers_of_ranks_read_each_others_pages(
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(
-    importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed: pip install nixl-cu13"
-)
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is NOT installed: run `make nixl`")
 def test_pages_that_come_over_nixl_give_the_same_tokens(tmp_path: Path, run_root: Path) -> None:
     random = Random(19)
     prompts = [[random.randrange(256) for _ in range(90 + 40 * number)] for number in range(6)]

@@ -1,6 +1,6 @@
 """Pages are read from another process over NIXL, with the real package: what arrives, and what ends a read.
 
-Skipped where the package is not installed, as it is large: `pip install nixl-cu13`, on Linux. Needs no GPU.
+Skipped where the package is not installed, as it is large: `make nixl` installs it, on Linux. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.extended,
     pytest.mark.skipif(
         not any(importlib.util.find_spec(name) for name in PACKAGES.values()),
-        reason="NIXL is not installed: pip install nixl-cu13",
+        reason="NIXL is NOT installed: run `make nixl`",
     ),
 ]
 
