@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from services.worker.engine.adapters.sites import EMBEDDING
 from services.worker.engine.kernels.gpu import adapter_products as programs
+from services.worker.engine.kernels.gpu.experts import GpuExperts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,7 +52,10 @@ class SegmentedAdapters:
         # Ranks in the table's lines, and the most of each of its products.
         self._ranks: NDArray[np.int64] = np.zeros((0, slots), np.int64)
         self._most: list[int] = []
+        self._has_factors = False
         self._tiles: programs.TokenTiles | None = None
+        # Of the tokens that products apply to; None: none has an adapter.
+        self._slots_in_use: torch.Tensor | None = None
         self._side: torch.cuda.Stream | None = None
 
     @property
@@ -72,6 +76,7 @@ class SegmentedAdapters:
         table[:, 1 + slot].copy_(written)
         self._ranks[:, slot] = written[:, 1].numpy()
         self._most = self._ranks.max(1).tolist()
+        self._has_factors = any(self._most)
         self._held[slot] = tuple(held)
 
     def clear(self) -> None:
@@ -80,20 +85,22 @@ class SegmentedAdapters:
             self._table.zero_()
         self._ranks[:] = 0
         self._most = [0] * len(self._most)
+        self._has_factors = False
         self._held = [()] * self.slots
-        self._tiles = None
+        self._tiles = self._slots_in_use = None
 
     def use(self, slots: torch.Tensor | None) -> None:
         """Set what the following products apply to; see `AdapterProducts.use`."""
         if slots is None or not slots.shape[0]:
-            self._tiles = None
+            self._tiles = self._slots_in_use = None
             return
         self._whole_table()
+        self._slots_in_use = slots
         self._tiles = programs.TokenTiles.of(slots, self.slots)
 
     def start(self, site: Site, inputs: torch.Tensor) -> AbstractContextManager[torch.Tensor | None]:
         """Begin with the adapters' products of inputs [tokens, in] beside what runs in the context."""
-        if self._tiles is None or not self._may_change(site.name):
+        if self._tiles is None or not self._may_change(self._place_of(site.name)):
             return nullcontext()
         if len(self._tiles.order) > _BESIDE_TOKENS or len(self._tiles.tiles) > _BESIDE_TILES:
             return nullcontext()
@@ -103,19 +110,24 @@ class SegmentedAdapters:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         parts = len(site.parts)
         return programs.ShrinkingBeside(
-            self._side, self._tiles, self._lines(site.name), parts, self._most_ranks(site.name, parts), inputs
+            self._side,
+            self._tiles,
+            self._lines(site.name),
+            parts,
+            self._most_ranks(self._place_of(site.name), parts),
+            inputs,
         )
 
     def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor, started: torch.Tensor | None = None) -> None:
         """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
-        if self._tiles is not None and self._may_change(site.name):
+        if self._tiles is not None and self._may_change(self._place_of(site.name)):
             shrunk = self._shrunk(site, inputs) if started is None else started
             lines, parts = self._lines(site.name), len(site.parts)
             programs.add_products(self._tiles, lines, parts, shrunk, sums, is_joined=started is not None)
 
     def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product, from separate halves where any token has an adapter."""
-        if self._tiles is None or not self._may_change(site.name):
+        if self._tiles is None or not self._may_change(self._place_of(site.name)):
             return product(inputs)
         with self.start(site, inputs) as started:
             both = product.halves(inputs)
@@ -127,34 +139,60 @@ class SegmentedAdapters:
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return embeddings [tokens, hidden] of `token_ids` with what adapters add to them."""
-        if self._tiles is None or not self._may_change(EMBEDDING):
+        if self._tiles is None or not self._may_change(self._place_of(EMBEDDING)):
             return rows
-        changed, ranks = rows.clone(), self._most_ranks(EMBEDDING, 1)
+        changed, ranks = rows.clone(), self._most_ranks(self._place_of(EMBEDDING), 1)
         programs.add_embeddings(self._tiles, self._lines(EMBEDDING), ranks, token_ids, changed)
         return changed
 
-    def experts(self, loop: Experts, _sites: Sequence[tuple[Site, Site]], _activation: Activation) -> Experts:
-        """Return `loop`: experts run as one program, which no adapter changes."""
-        return loop
+    def experts(self, loop: Experts, sites: Sequence[tuple[Site, Site]], activation: Activation) -> Experts:
+        """Return experts that adapters change, each at its sites: gate and up, and down; or `loop` if none can."""
+        if not isinstance(loop, GpuExperts):
+            return loop
+        gate_ups, downs = zip(*sites, strict=True)
+        # The lines of a layer's experts are adjacent in the table.
+        self.sites += [*gate_ups, *downs]
+        return SegmentedExperts(loop, ExpertProduct(self, gate_ups), ExpertProduct(self, downs), activation, self)
+
+    def tiles_of(self, expert_ids: torch.Tensor, products: Sequence[ExpertProduct]) -> programs.TokenTiles | None:
+        """Return the pairs of tokens and chosen experts [tokens, chosen] in tiles; None: no adapter changes any."""
+        if self._slots_in_use is None or not any(self._may_change(self._places_of(each)) for each in products):
+            return None
+        return programs.TokenTiles.of_pairs(self._slots_in_use, expert_ids, 1 + self.slots)
+
+    def lines_of(self, product: ExpertProduct) -> torch.Tensor:
+        """Return the lines of all experts' factors [experts * (1 + slots), columns]."""
+        return self._whole_table()[self._places_of(product)].flatten(0, 1)
+
+    def most_ranks_of(self, product: ExpertProduct) -> int:
+        """Return how many ranks a product of experts needs room for."""
+        return self._most_ranks(self._places_of(product), product.parts)
+
+    def _places_of(self, product: ExpertProduct) -> slice:
+        first = self._index[product.first]
+        return slice(first, first + product.experts)
+
+    def _place_of(self, name: str) -> slice:
+        return slice(self._index[name], self._index[name] + 1)
 
     def _shrunk(self, site: Site, inputs: torch.Tensor) -> torch.Tensor:
         assert self._tiles is not None, "some token has an adapter"
         parts = len(site.parts)
-        most_ranks = self._most_ranks(site.name, parts)
+        most_ranks = self._most_ranks(self._place_of(site.name), parts)
         return programs.shrunk_inputs(self._tiles, self._lines(site.name), parts, most_ranks, inputs)
 
     def _lines(self, name: str) -> torch.Tensor:
         return self._whole_table()[self._index[name]]
 
-    def _may_change(self, name: str) -> bool:
-        """Return whether any adapter changes a product; in a graph, and before there are any, one may."""
-        return self._is_capturing() or bool(self._most[self._index[name]]) or not any(self._most)
+    def _may_change(self, places: slice) -> bool:
+        """Return whether any adapter changes products; in a graph, and before there are any, one may."""
+        return self._is_capturing() or any(self._most[places]) or not self._has_factors
 
-    def _most_ranks(self, name: str, parts: int) -> int:
-        """Return how many ranks a product of `parts` needs room for; in a graph, those of any adapter."""
+    def _most_ranks(self, places: slice, parts: int) -> int:
+        """Return how many ranks products of `parts` need room for; in a graph, those of any adapter."""
         if self._is_capturing():
             return MOST_RANKS * parts
-        return self._most[self._index[name]] or parts * _FEW_RANKS
+        return max(self._most[places]) or parts * _FEW_RANKS
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -172,6 +210,60 @@ class SegmentedAdapters:
             self._ranks = np.zeros((len(names), self.slots), np.int64)
             self._most = [0] * len(names)
         return self._table
+
+
+class ExpertProduct:
+    """One product of each expert of a layer, whose lines are adjacent in the table of adapters."""
+
+    def __init__(self, adapters: SegmentedAdapters, sites: Sequence[Site]) -> None:
+        """Take the factors of `adapters`; `sites` are those of the experts in order, alike but for their names."""
+        self.first, self.experts = sites[0].name, len(sites)
+        self.parts = len(sites[0].parts)
+        self._adapters = adapters
+
+    def shrunk(self, tiles: programs.TokenTiles, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the table's lines, and the products of inputs [pairs, in] with the first factors."""
+        lines, ranks = self._adapters.lines_of(self), self._adapters.most_ranks_of(self)
+        return lines, programs.shrunk_inputs(tiles, lines, self.parts, ranks, inputs)
+
+
+class SegmentedExperts:
+    """The experts of a layer with what adapters add to each of their matrices; see `Experts`."""
+
+    def __init__(
+        self, experts: GpuExperts, gate_up: ExpertProduct, down: ExpertProduct, activation: Activation,
+        adapters: SegmentedAdapters,
+    ) -> None:  # fmt: skip
+        """Add the products of `adapters` to those of `experts`."""
+        self._experts = experts
+        self._products = (gate_up, down)
+        self._activation = activation
+        self._adapters = adapters
+
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum, without waiting for the device."""
+        tiles = self._adapters.tiles_of(expert_ids, self._products)
+        if tiles is None:
+            return self._experts(inputs, expert_ids, routing_weights)
+        changes = _ChangesOfPairs(tiles, *self._products, self._activation)
+        return self._experts.changed(inputs, expert_ids, routing_weights, changes)
+
+
+class _ChangesOfPairs(NamedTuple):
+    """What adapters add to the pairs of a pass; see `PairChanges`."""
+
+    tiles: programs.TokenTiles
+    gate_up: ExpertProduct
+    down: ExpertProduct
+    activation: Activation
+
+    def gate(self, inputs: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        lines, shrunk = self.gate_up.shrunk(self.tiles, inputs)
+        return programs.gated_products(self.tiles, lines, self.gate_up.parts, shrunk, both, self.activation)
+
+    def add(self, inner: torch.Tensor, outputs: torch.Tensor) -> None:
+        lines, shrunk = self.down.shrunk(self.tiles, inner)
+        programs.add_products(self.tiles, lines, self.down.parts, shrunk, outputs)
 
 
 def _laid_out(weights: AdapterWeights) -> Iterator[tuple[str, torch.Tensor, tuple[programs.PartLines, ...]]]:

@@ -10,6 +10,7 @@ import torch
 
 from common.host import available_memory
 from services.worker.engine.adapters.sites import adapter_bytes
+from services.worker.engine.checkpoints.tensor_names import split_expert
 from services.worker.engine.host_memory import return_freed_memory
 from services.worker.engine.measuring.capacity import activation_reserve, sampler_bytes
 from services.worker.engine.measuring.largest_pass import measured_pass
@@ -46,11 +47,15 @@ def pass_bytes(decoder: LoadedDecoder, context: int) -> int:
 
 
 def slots_bytes(decoder: LoadedDecoder) -> int:
-    """Return the bytes to keep for adapters in slots; on a CPU they stay where they were read."""
+    """Return the bytes to keep for adapters in slots; on a CPU they stay where they were read.
+
+    Not for factors of experts, which few adapters have, and of which there are many.
+    """
     adapters, rank = decoder.adapters, decoder.rank
     if adapters is None or rank.device.type == "cpu":
         return 0
-    each = adapter_bytes(adapters.sites, rank.config, _RANK_OF_SLOTS, rank.activation_dtype.itemsize)
+    sites = [site for site in adapters.sites if split_expert(f"{site.parts[0].module}.weight")[1] is None]
+    each = adapter_bytes(sites, rank.config, _RANK_OF_SLOTS, rank.activation_dtype.itemsize)
     log.info("adapters.reserved slots=%d mib=%d", adapters.slots, adapters.slots * each >> 20)
     return adapters.slots * each
 

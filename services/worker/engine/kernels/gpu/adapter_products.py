@@ -114,7 +114,7 @@ class TokenTiles:
         """Sort tokens [tokens] int32 with slots below `count`, or -1 for none, without waiting for the device."""
         tokens, device = slots.shape[0], slots.device
         rows = _FEW_ROWS if tokens <= _FEW_TOKENS else _MANY_ROWS
-        most = min(tokens, tokens // rows + min(tokens, count + 1))
+        most = _most_tiles(tokens, rows, count + 1)
         if rows == _FEW_ROWS:
             order = torch.empty(tokens, dtype=torch.int64, device=device)
             places = torch.empty(most, 4, dtype=torch.int32, device=device)
@@ -123,20 +123,49 @@ class TokenTiles:
                 ADAPTERS=count, ROWS=rows, MOST=_FEW_TOKENS, OWN=_SORTED_BY_ONE, LINES=_LINES_AT_ONCE,
             )  # fmt: skip
             return cls(order, places, rows)
+        return cls._by_counting(slots, count, rows, most)
+
+    @classmethod
+    def of_pairs(cls, slots: torch.Tensor, expert_ids: torch.Tensor, lines: int) -> TokenTiles:
+        """Sort pairs of a token and the experts that it has chosen, [tokens, chosen] int64, token by token.
+
+        `slots` are the tokens', as in `of`. Expert i has `lines` lines of a table from line i * lines on: that of no
+        adapter, and those of the slots. Only line 0 is used for tokens without an adapter.
+        """
+        of_pair = torch.where(slots[:, None] < 0, 0, expert_ids * lines + slots[:, None] + 1).flatten()
+        pairs = of_pair.shape[0]
+        rows = _FEW_ROWS if pairs <= _FEW_TOKENS else _MANY_ROWS
+        # Of the lines, most are unused: what is counted are runs of the same line.
+        line, order = of_pair.sort(stable=True)
+        run = torch.nn.functional.pad((line[1:] != line[:-1]).cumsum(0), (1, 0))
+        sizes = torch.zeros_like(line).index_add_(0, run, torch.ones_like(line))
+        line_of = torch.zeros_like(line).scatter_(0, run, line)
+        return cls(order, _places(sizes, line_of, rows, _most_tiles(pairs, rows, pairs)), rows)
+
+    @classmethod
+    def _by_counting(cls, slots: torch.Tensor, count: int, rows: int, most: int) -> TokenTiles:
         lines = slots + 1
-        every = torch.arange(count + 1, dtype=torch.int32, device=device)
+        every = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
         sizes = (lines[None, :] == every[:, None]).sum(1)
-        stops, tiles = sizes.cumsum(0), (sizes + rows - 1) // rows
-        ends = tiles.cumsum(0)
-        number = torch.arange(most, device=device)
-        line = torch.searchsorted(ends, number, right=True)
-        is_used = line <= count
-        line = line.clamp(max=count)
-        first = stops[line] - sizes[line] + (number - ends[line] + tiles[line]) * rows
-        stop = torch.minimum(first + rows, stops[line])
-        used = ends[-1].expand(len(number))
-        places = torch.stack((line * is_used, first * is_used, stop * is_used, used), dim=1)
-        return cls(lines.sort(stable=True).indices, places.to(torch.int32), rows)
+        return cls(lines.sort(stable=True).indices, _places(sizes, every, rows, most), rows)
+
+
+def _most_tiles(tokens: int, rows: int, lines: int) -> int:
+    """Return how many tiles of `rows` tokens there are at most, if tokens have up to `lines` lines."""
+    return min(tokens, tokens // rows + min(tokens, lines))
+
+
+def _places(sizes: torch.Tensor, lines: torch.Tensor, rows: int, most: int) -> torch.Tensor:
+    """Return the tiles [most, 4] of `TokenTiles` of runs of sorted tokens: their sizes and lines, ascending [runs]."""
+    stops, tiles = sizes.cumsum(0), (sizes + rows - 1) // rows
+    ends = tiles.cumsum(0)
+    number = torch.arange(most, device=sizes.device)
+    run = torch.searchsorted(ends, number, right=True).clamp(max=len(sizes) - 1)
+    is_used = number < ends[-1]
+    first = stops[run] - sizes[run] + (number - ends[run] + tiles[run]) * rows
+    stop = torch.minimum(first + rows, stops[run])
+    used = ends[-1].expand(most)
+    return torch.stack((lines[run] * is_used, first * is_used, stop * is_used, used), dim=1).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

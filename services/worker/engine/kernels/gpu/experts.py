@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import triton
@@ -404,6 +404,19 @@ def _constants(plan: _Plan, bias: torch.Tensor | None, activation: Activation | 
     }  # fmt: skip
 
 
+class PairChanges(Protocol):
+    """What adapters add to the products of pairs of a token and an expert."""
+
+    def gate(self, inputs: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        """Return the gated product [pairs, intermediate] of inputs [pairs, hidden].
+
+        `both` [pairs, 2 intermediate] is the product of both halves without what is added; it may be overwritten.
+        """
+
+    def add(self, inner: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Add to `outputs` [pairs, hidden], the second product of `inner` [pairs, intermediate], in place."""
+
+
 class GpuExperts:
     """All experts' matrices in two stacks; see `Experts`."""
 
@@ -453,6 +466,30 @@ class GpuExperts:
         self._gate_up.write(inputs.contiguous(), self._gate_up_bias, gated_pairs, plan, self._activation)
         self._down.write(gated_pairs, self._down_bias, outputs, plan, None)
         return outputs.view(tokens, chosen, self._hidden).sum(dim=1)
+
+    def changed(
+        self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor, changes: PairChanges
+    ) -> torch.Tensor:
+        """Return the weighted sum with `changes` of each pair's products, without waiting for the device.
+
+        Pairs are those of a token and the experts that it has chosen, token by token. Without changes to any pair of a
+        token, it gets the bits that it has otherwise.
+        """
+        assert self._are_all, "experts on other ranks take no changes"
+        tokens, chosen = expert_ids.shape
+        if tokens == 0:
+            return torch.empty_like(inputs)
+        # Both products in the form of the second one: of rows by expert, and neither gated nor weighted.
+        of_pairs = torch.ones_like(routing_weights)
+        plan = replace(self._plan(expert_ids, routing_weights), routing_weights=of_pairs)
+        repeated = inputs.repeat_interleave(chosen, dim=0)
+        both = inputs.new_empty(tokens * chosen, 2 * self._columns)
+        self._gate_up.write(repeated[plan.order], self._gate_up_bias, both, plan, None)
+        inner = changes.gate(repeated, both)
+        outputs = inputs.new_empty(tokens * chosen, self._hidden)
+        self._down.write(inner[plan.order], self._down_bias, outputs, plan, None)
+        changes.add(inner, outputs)
+        return (outputs.view(tokens, chosen, self._hidden) * routing_weights[:, :, None]).sum(dim=1)
 
     def _plan(self, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> _Plan:
         pairs, experts = expert_ids.numel(), self._bounds.shape[0] - 1
