@@ -55,6 +55,8 @@ class Pipeline:
         self.admissions: dict[str, common_pb2.Admission] = {}
         # As reported to the tokenizer, one after the other.
         self.loads: list[scheduler_pb2.SchedulerLoad] = []
+        # That of the message with a request's admission.
+        self.loads_with: dict[str, scheduler_pb2.SchedulerLoad] = {}
         self._folder = folder
         self._stack = AsyncExitStack()
         self._stopping = asyncio.Event()
@@ -110,6 +112,7 @@ class Pipeline:
     async def _read(self) -> None:
         async for message in self._call:
             self.loads.append(message.load)
+            self.loads_with.update({admission.request_id: message.load for admission in message.admissions})
             self.admissions.update({admission.request_id: admission for admission in message.admissions})
 
     async def start_workers(self) -> None:
