@@ -305,6 +305,8 @@ class EngineSpec:
     host_snapshots: int | None = None
     rope_parameters: str = ""
     adapter_slots: int = 0
+    # Whether adapters may change experts on a GPU.
+    adapter_experts: bool = False
     # Whether the model's vision encoder is loaded, too, if it has one that is supported.
     vision: bool = False
     # Whether only the vision encoder is loaded, and no plans run.

@@ -151,6 +151,9 @@ class AdapterSettings(Section):
     """Adapters that may be loaded; they are kept in the workers' host memory."""
     tenant_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the slots that the running requests of one tenant may use, but at least one."""
+    experts: bool = False
+    """Whether adapters may change experts on GPUs, where experts are then computed by more programs in each pass, for
+    requests without adapters, too. On CPUs they always may."""
     manifest: Path | None = None
     """File that lists the loaded adapters, so that they are loaded again if scheduler and workers die together; the
     directory must exist, on a volume that outlasts them. Absent: only `load` is loaded then. `pando up` keeps it in the

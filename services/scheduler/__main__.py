@@ -307,6 +307,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         host_pages=scheduler.host_tier.pages,
         host_bytes=int(scheduler.host_tier.gigabytes * 1024**3),
         adapter_slots=scheduler.adapters.slots,
+        adapter_experts=scheduler.adapters.experts,
         kept_embeddings=scheduler.vision.kept_embeddings,
         # Cache decisions depend on the sliding-window pool, which the log does not record, so it is disabled then.
         window_ratio=0.0 if scheduler.cache.decision_log else WINDOW_RATIO,

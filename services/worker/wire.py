@@ -87,6 +87,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         host_snapshots=message.host_snapshots if message.HasField("host_snapshots") else None,
         rope_parameters=message.rope_parameters,
         adapter_slots=message.adapter_slots,
+        adapter_experts=message.adapter_experts,
         weight_version=message.weight_version,
         base_model=message.base_model,
         vision=message.vision,

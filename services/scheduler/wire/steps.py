@@ -50,6 +50,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         host_snapshots=spec.host_snapshots,
         rope_parameters=spec.rope_parameters,
         adapter_slots=spec.adapter_slots,
+        adapter_experts=spec.adapter_experts,
         weight_version=spec.weight_version,
         base_model=spec.base_model,
         vision=spec.vision,

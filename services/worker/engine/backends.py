@@ -244,16 +244,16 @@ def agreed_backend(backend: KernelBackend, group: RankGroup) -> KernelBackend:
     return backend.with_own_products()
 
 
-def select_adapter_products(backend: KernelBackend, slots: int, device: torch.device) -> AdapterProducts:
-    """Return the products of `slots` adapters that are fastest on `device`, beside those of `backend`."""
+def select_adapter_products(backend: KernelBackend, spec: EngineSpec, device: torch.device) -> AdapterProducts:
+    """Return the products of adapters in the slots of `spec` that are fastest on `device`, beside `backend`'s."""
     if has_triton():
         # Imported here because they need Triton.
         from services.worker.engine.adapters.segmented import SegmentedAdapters
         from services.worker.engine.kernels.gpu.backend import GpuBackend
 
         if isinstance(backend, GpuBackend):
-            return SegmentedAdapters(slots, device)
-    return GroupedAdapters(slots)
+            return SegmentedAdapters(spec.adapter_slots, device, changes_experts=spec.adapter_experts)
+    return GroupedAdapters(spec.adapter_slots)
 
 
 def select_gpu_backend(

@@ -78,7 +78,7 @@ def read_weights(
     """
     spec, kernels, device = rank.spec, rank.backend.kernels, rank.device
     tensors = CheckedTensors(checkpoint, device, quantiser(spec, rank.config))
-    adapters = select_adapter_products(rank.backend, spec.adapter_slots, device) if spec.adapter_slots else None
+    adapters = select_adapter_products(rank.backend, spec, device) if spec.adapter_slots else None
     vision = None
     if rank.vision is not None:
         try:

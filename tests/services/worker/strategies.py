@@ -222,6 +222,7 @@ specs = complete(
     data_parallel_rank=st.integers(0, 7),
     data_parallel_rendezvous=NAMES | st.just(""),
     adapter_slots=COUNT,
+    adapter_experts=st.booleans(),
     weight_version=NAMES,
     base_model=NAMES,
 )

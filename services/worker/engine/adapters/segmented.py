@@ -40,8 +40,12 @@ class SegmentedAdapters:
     A pass that was captured as a CUDA graph serves whatever adapters are in the slots when it is replayed.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        """Start with `slots` empty slots on `device`."""
+    def __init__(self, slots: int, device: torch.device, *, changes_experts: bool = False) -> None:
+        """Start with `slots` empty slots on `device`.
+
+        With `changes_experts`, adapters may change experts, and captured passes compute these for adapters always.
+        """
+        self._changes_experts = changes_experts
         self.sites: list[Site] = []
         self.most_ranks: int | None = MOST_RANKS
         self._device = device
@@ -147,7 +151,7 @@ class SegmentedAdapters:
 
     def experts(self, loop: Experts, sites: Sequence[tuple[Site, Site]], activation: Activation) -> Experts:
         """Return experts that adapters change, each at its sites: gate and up, and down; or `loop` if none can."""
-        if not isinstance(loop, GpuExperts):
+        if not (self._changes_experts and isinstance(loop, GpuExperts)):
             return loop
         gate_ups, downs = zip(*sites, strict=True)
         # The lines of a layer's experts are adjacent in the table.

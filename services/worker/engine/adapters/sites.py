@@ -13,7 +13,7 @@ from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 from services.worker.engine.families.registry import families_by_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from services.worker.engine.adapters.files import AdapterFile, LowRank
     from services.worker.engine.model.config import ModelConfig
@@ -104,7 +104,7 @@ def adapter_bytes(sites: Iterable[Site], config: ModelConfig, rank: int, element
 
 
 def shard_adapter(
-    file: AdapterFile, sites: Iterable[Site], config: ModelConfig, dtype: torch.dtype, device: torch.device
+    file: AdapterFile, sites: Sequence[Site], config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> AdapterWeights:
     """Check an adapter against the model of `config`, and return this rank's share for `sites`, in `dtype`.
 
@@ -127,6 +127,10 @@ def shard_adapter(
         )
     left = sorted(file.modules.keys() - finder.used)
     if left:
+        if config.moe is not None and ".experts" in left[0] and not any(".experts." in site.name for site in sites):
+            raise ConfigurationError(
+                f"adapter: the module {left[0]!r} changes experts; on a GPU that takes scheduler.adapters.experts=true"
+            )
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         raise ConfigurationError(
             f"adapter: the module {left[0]!r}{more} cannot be adapted in this model ({config.family}); attention, "

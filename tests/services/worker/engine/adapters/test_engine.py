@@ -27,7 +27,7 @@ from tests.services.worker.engine.adapters.peft_adapters import (
 )
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.execution.test_families import save_own
-from tests.services.worker.engine.families import VOCABULARY
+from tests.services.worker.engine.families import VOCABULARY, save_family
 from tests.services.worker.engine.parallel.ranks import Ranks, can_capture, gpu_of
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
@@ -60,7 +60,7 @@ class Engine:
         self.engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
         spec = EngineSpec(
             str(model), dtype=DTYPE, max_rows=8, max_context=256, max_step_tokens=256, page_size=16, device_pages=64,
-            adapter_slots=4, rank=rank, world_size=world_size, rendezvous=rendezvous,
+            adapter_slots=4, adapter_experts=True, rank=rank, world_size=world_size, rendezvous=rendezvous,
         )  # fmt: skip
         self.engine.configure(spec, nothing)
         self._steps = 0
@@ -165,6 +165,20 @@ def test_rows_of_mixed_ranks_decode_together_as_in_peft(model: Path, tmp_path: P
     bare: list[Path | None] = [None] * len(PROMPTS)
     check(model, bare, engine.generate(bare, {}))
     assert engine.generate(mixed, slots) == outputs
+
+
+def test_rows_with_adapters_of_experts_decode_together_as_in_peft(tmp_path: Path) -> None:
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = save_family(tmp_path / "model", "qwen3 moe")
+    first, second = (
+        save_adapter(model, tmp_path / f"adapter{seed}", ATTENTION, seed=seed, r=rank, target_parameters=targets)
+        for seed, rank in ((1, 4), (2, 8))
+    )
+    engine, slots = Engine(model), {first: 2, second: 0}
+    mixed = [first, None, second, first, None]
+    check(model, mixed, engine.generate(mixed, slots))
+    bare: list[Path | None] = [None] * len(PROMPTS)
+    check(model, bare, engine.generate(bare, {}))
 
 
 @needs_exact_sums

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
+from common.errors import ConfigurationError
 from services.worker.engine.adapters.active import AdapterProducts, GroupedAdapters
 from services.worker.engine.adapters.segmented import SegmentedAdapters
 from services.worker.engine.adapters.sites import AdapterWeights, PartFactors, Site, SiteFactors, SitePart
@@ -88,7 +89,7 @@ def on_gpu(device: torch.device, **options: Any) -> tuple[GpuExperts, SegmentedA
     plain = GpuExperts(
         EXPERTS, iter(options.pop("made", None) or matrices(EXPERTS, **options)), Activation.SILU, DTYPE, device
     )
-    segmented = SegmentedAdapters(SLOTS, device)
+    segmented = SegmentedAdapters(SLOTS, device, changes_experts=True)
     segmented.sites.append(OTHERS[0])
     changed = segmented.experts(plain, SITES, Activation.SILU)
     segmented.sites.append(OTHERS[1])
@@ -207,8 +208,17 @@ def test_tiles_have_every_pair_once(
 def test_models_give_the_logits_of_peft(family: str, tmp_path: Path) -> None:
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model, adapters = save_four(tmp_path, family, ATTENTION, target_parameters=targets)
-    runner = load(model, backend="torch", adapter_slots=4)
+    runner = load(model, backend="torch", adapter_slots=4, adapter_experts=True)
     assert len(PROMPTS) == len(adapters)
     with patch.object(GpuExperts, "changed", autospec=True, side_effect=partial(GpuExperts.changed)) as changed:
         check(model, adapters, logits_of(runner, adapters))
     assert changed.called
+
+
+@in_interpreter
+@pytest.mark.usefixtures("interpreted")
+def test_adapters_of_experts_are_refused_unless_they_may_change_them(tmp_path: Path) -> None:
+    model, adapters = save_four(tmp_path, "qwen3 moe", ATTENTION, target_parameters=["mlp.experts.down_proj"])
+    runner = load(model, backend="torch", adapter_slots=4)
+    with pytest.raises(ConfigurationError, match=r"changes experts; on a GPU that takes scheduler\.adapters\.experts"):
+        logits_of(runner, adapters)
