@@ -349,7 +349,7 @@ class DecodeAttention:
         is_aligned = addresses % _ALIGNMENT == 0
         key = (
             batch, strides, rotary is None, norms is None, sinks is None, layer.scales is None,
-            *[tensor.dtype for tensor in given],
+            *[tensor.dtype for tensor in (*given, page_table, rows, lengths, positions)],
         )  # fmt: skip
         grid = (shape.kv_heads, batch, self.parts_of(batch))
         compiled = self._compiled.get(key) if is_aligned else None

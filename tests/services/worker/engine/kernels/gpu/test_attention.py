@@ -171,8 +171,8 @@ def test_a_launch_like_an_earlier_one_uses_its_program_with_all_arguments_in_ord
         assert named[name] is value or name in given or named[name] == value, name
     constants = {name: compiled[2][name] for name in program.arg_names[len(positional) :]}
     assert {name: named[name] for name in constants} == constants
-    # Other programs: of more rows, with sinks, of strides that are other multiples, and of addresses that are no
-    # multiples of 16 bytes, which no launch may take for one of those.
+    # Other programs: of more rows, with sinks, of strides that are other multiples, of addresses that are no multiples
+    # of 16 bytes, which no launch may take for one of those, and of other types.
     launch(3, first)
     launch(2, first, sinks=torch.zeros(8))
     launch(2, torch.zeros(5, 4, 4, 16)[:, ::2])
@@ -181,6 +181,9 @@ def test_a_launch_like_an_earlier_one_uses_its_program_with_all_arguments_in_ord
     assert (len(program.compiled), len(program.again)) == (6, 1)
     launch(2, first)
     assert (len(program.compiled), len(program.again)) == (6, 2)
+    lengths = lengths.long()
+    launch(2, first)
+    assert (len(program.compiled), len(program.again)) == (7, 2)
 
 
 def check_float8(case: Case, device: torch.device, make: Callable[[AttentionShape], GpuAttention]) -> None:
