@@ -132,8 +132,9 @@ class OverlappedRunner:
         self._pending: deque[_Pass] = deque()
         self._next_pass = 0
         self._last_done = 0.0
-        # Of the launch of a pass: what reading earlier tokens took.
+        # Of the launch of a pass: what reading earlier tokens took, and the error that ended it.
         self._waited_s = 0.0
+        self._failure: Exception | None = None
         # Rows that sampled a stop id and the pass that sampled it, until the fixed lag is over.
         self._stopping: deque[tuple[int, RowIndices, NDArray[np.int64]]] = deque()
         self._has_ended = np.zeros(rows.max_rows, np.bool_)
@@ -212,7 +213,12 @@ class OverlappedRunner:
         launched = self._clock()
         tokens = None
         if not forward.is_empty:
-            tokens = self._executor.launch(rows, forward, self._catch_up, self._report_ready)
+            try:
+                tokens = self._executor.launch(rows, forward, self._catch_up, self._report_ready)
+            finally:
+                failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
         if forward.chunks.rows.size:
             rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         positions = rows.lengths[sampled]
@@ -236,16 +242,25 @@ class OverlappedRunner:
         return made
 
     def _catch_up(self) -> None:
-        started = self._clock()
-        self._finish(keep=0)
-        self._waited_s += self._clock() - started
+        self._report(keep=0)
 
     def _report_ready(self) -> None:
         """Emit what has been computed while a pass is launched: clients need not wait until all of it is."""
-        while self._pending and self._is_ready():
-            started = self._clock()
-            self._finish(keep=len(self._pending) - 1)
-            self._waited_s += self._clock() - started
+        # One without rows has only transfers, which may be waited for when the device has work.
+        while self._pending and self._pending[0].tokens is not None and self._is_ready():
+            self._report(keep=len(self._pending) - 1)
+
+    def _report(self, keep: int) -> None:
+        """Finish passes amid the launch of another one, of which errors of theirs are none: they are raised after it.
+
+        A lack of memory would be taken for that of the launched pass otherwise, and the result would be lost.
+        """
+        started = self._clock()
+        try:
+            self._finish(keep)
+        except Exception as error:  # noqa: BLE001  (raised again when the launch has ended)
+            self._failure = self._failure or error
+        self._waited_s += self._clock() - started
 
     def _is_ready(self) -> bool:
         """Whether the tokens of the oldest pass whose result is outstanding have arrived."""

@@ -163,6 +163,33 @@ def test_a_pass_that_ends_while_the_next_one_is_launched_is_reported_meanwhile(l
     assert [(result.step_id, tokens_by_row(result)) for result in second] == [(1, {0: tokens[0]})] * (looks > 1)
 
 
+def test_what_fails_while_a_result_is_reported_amid_a_launch_is_no_failure_of_the_launch() -> None:
+    """Memory that lacks then must not make the pass be computed again in parts, and the result be lost silently."""
+    executor = SlowExecutor(CheckingRunner(), looks=2)
+    one = OverlappedWorker(64, 4, 8, executor)
+    one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
+
+    def lack(_result: StepResult) -> None:
+        raise MemoryError("of the result")
+
+    with pytest.raises(MemoryError, match="of the result"):
+        one.runner.run(StepPlan(StepId(2)), lack)
+    assert executor.launches == 2, "the pass was launched as a whole"
+    one.runner.reset()
+    again = StepPlan(StepId(3), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),))
+    assert steps(one.run(again) + one.settle()) == [{0: expected_output(PROMPT, 8)[0]}]
+
+
+def test_transfers_of_a_pass_without_rows_are_not_waited_for_amid_a_launch() -> None:
+    executor = SlowExecutor(CheckingRunner(), looks=2)
+    one = OverlappedWorker(64, 4, 8, executor)
+    executor.emitted = one.emitted
+    one.runner.run(StepPlan(StepId(1)), one.emitted.append)
+    plan = StepPlan(StepId(2), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),))
+    assert [result.step_id for result in one.run(plan)] == [1]
+    assert executor.meanwhile == [[]]
+
+
 def test_settling_stops_when_a_plan_is_waiting() -> None:
     one = worker()
     one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
