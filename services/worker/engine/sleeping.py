@@ -63,13 +63,18 @@ class ParkedTensors:
             # Memory of other owners, as that shared by GPUs, cannot be given back.
             if storage.resizable() and storage.nbytes():
                 storages.setdefault(storage.data_ptr(), storage)
-        for storage in storages.values():
-            size = storage.nbytes()
-            host = buffers.take(size)
-            host.copy_(_bytes_of(storage), non_blocking=True)
-            self._parked.append((storage, size, host))
-        if storages:
-            torch.cuda.synchronize()
+        try:
+            for storage in storages.values():
+                host = buffers.take(storage.nbytes())
+                self._parked.append((storage, len(host), host))
+                host.copy_(_bytes_of(storage), non_blocking=True)
+            if storages:
+                torch.cuda.synchronize()
+        except BaseException:
+            # The tensors are whole, and the memory that was locked is not lost.
+            for _, _, host in self._parked:
+                buffers.put_back(host)
+            raise
         for storage, _, _ in self._parked:
             storage.resize_(0)
 

@@ -292,6 +292,25 @@ def test_host_buffers_are_used_again_for_copies_of_the_same_size(monkeypatch: py
         assert buffers.take(5) is not first
 
 
+def test_memory_that_was_locked_is_kept_if_parking_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def lock(size: int) -> torch.Tensor:
+        if len(locked) == 2:
+            raise RuntimeError("no more memory can be locked")
+        locked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr("services.worker.engine.sleeping._lock", lock)
+    # As if they were on a GPU.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    tensors, buffers = [torch.full((size,), 3.0) for size in (5, 6, 7)], HostBuffers(keeps=True)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        ParkedTensors(tensors, buffers)
+    assert [tensor.sum().item() for tensor in tensors] == [15.0, 18.0, 21.0]
+    assert [len(buffers.take(size)) for size in locked] == locked == [28, 24]
+
+
 def page_locked() -> int:
     """Return the bytes in use, as torch returns others whenever CUDA graphs are captured."""
     release_host_memory()
