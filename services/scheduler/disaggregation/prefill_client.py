@@ -170,8 +170,10 @@ class PrefillClient:
         metrics.REMOTE_PREFILL_TRANSFER_SECONDS_TOTAL.inc(fetch.transfer_s)
         metrics.REMOTE_PREFILL_EXPOSED_SECONDS_TOTAL.inc(fetch.exposed_s)
         loads = core.memory.loads
-        # Earlier versions of the other group do not say how long it computed.
-        if loads is not None and fetch.ready_at is not None and computing_s is not None:
+        # Earlier versions of the other group do not say how long it computed. Images are fetched whatever the threshold
+        # is, and may have waited there for their encoder.
+        is_text = not sequence.request.images
+        if is_text and loads is not None and fetch.ready_at is not None and computing_s is not None:
             loads.costs.saw_peer_start(fetch.ready_at - sequence.arrived_at - computing_s)
             self._export(loads)
 

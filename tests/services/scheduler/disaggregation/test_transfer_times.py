@@ -194,6 +194,23 @@ async def test_what_leaving_a_prompt_to_another_group_takes_decides_from_which_l
     assert learned(simulation) == 100 * delay_s
 
 
+async def test_prompts_with_images_teach_nothing_as_they_may_wait_for_an_encoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_client, "WATCH_S", 0.0)
+    simulation = Simulation(10, 2, 40, rate=100.0)
+    note = simulation._client._note_fetched
+    noted: list[None] = []
+
+    def with_image(core: Any, sequence: Any, *given: Any) -> None:
+        noted.append(note(core, MagicMock(request=MagicMock(images=(1,)), arrived_at=sequence.arrived_at), *given))
+
+    monkeypatch.setattr(simulation._client, "_note_fetched", with_image)
+    await simulation.run()
+    assert noted == [None]
+    assert learned(simulation) == FIRST_PEER_TOKENS
+
+
 async def test_a_prefill_group_that_does_not_say_how_long_it_computed_teaches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
