@@ -259,7 +259,7 @@ class Assembler:
             experts = self.exchange.share(experts)
         elif self.expert_counts is not None:
             experts = DividedExperts(experts, held, self.expert_counts.of_next_layer())
-        elif self.adapters is not None and self.shard.expert_columns is not None:
+        elif self.adapters is not None and self.shard.expert_columns is not None and _has_plain_choices(moe):
             part = self.shard.expert_columns.scaled(1)
             names = [f"{mlp}.experts.{i}" for i in range(moe.experts)]
             sites = [(_gate_up_site(name, part), _down_site(f"{name}.down_proj", part)) for name in names]
@@ -412,3 +412,8 @@ def without_adapters(layer: DecoderLayer) -> DecoderLayer:
 
 def _base(product: Any) -> Any:  # any callable of a layer
     return product.product if isinstance(product, AdaptedLinear | AdaptedGatedLinear) else product
+
+
+def _has_plain_choices(moe: MoeConfig) -> bool:
+    """Whether experts get the tokens as they are: those with several weights each become several, without adapters."""
+    return not moe.weights_inputs or moe.experts_per_token == 1

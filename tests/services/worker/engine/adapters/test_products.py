@@ -100,6 +100,16 @@ def test_experts_have_adapters_as_in_peft(family: str, tmp_path: Path) -> None:
     check(model, adapters, logits_of(runner, adapters))
 
 
+@pytest.mark.parametrize(("family", "can"), [("llama4", True), ("llama4 of two experts", False)])
+def test_experts_of_which_a_token_has_several_by_weighted_inputs_take_no_adapters(
+    family: str, can: bool, tmp_path: Path
+) -> None:
+    """Each choice is a token of its own there, and adapters would be added to others'."""
+    runner = load(save_family(tmp_path / "model", family), backend="torch", adapter_slots=1)
+    assert runner.adapters is not None
+    assert any(".experts." in site.name for site in runner.adapters._active.sites) is can
+
+
 def as_rank(rank: int, world_size: int, rendezvous: str, model: str, adapters: list[str | None]) -> list[torch.Tensor]:
     runner = load(model, backend="compiled", rank=rank, world_size=world_size, rendezvous=rendezvous, adapter_slots=4)
     try:
