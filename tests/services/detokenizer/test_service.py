@@ -83,9 +83,12 @@ def ended(handle: int, reason: common_pb2.FinishReason.ValueType) -> detokenizer
 async def read(
     call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
 ) -> list[detokenizer_pb2.Delta]:
-    message = await asyncio.wait_for(call.read(), TIMEOUT_S)
-    assert isinstance(message, detokenizer_pb2.SubscribeResponse)
-    return list(message.deltas)
+    # Empty messages only show that the stream is alive.
+    while True:
+        message = await asyncio.wait_for(call.read(), TIMEOUT_S)
+        assert isinstance(message, detokenizer_pb2.SubscribeResponse)
+        if message.deltas:
+            return list(message.deltas)
 
 
 async def failure(call: grpc.aio.Call) -> grpc.StatusCode:
