@@ -169,7 +169,7 @@ class SegmentedAdapters:
         return self._whole_table()[self._places_of(product)].flatten(0, 1)
 
     def most_ranks_of(self, product: ExpertProduct) -> int:
-        """Return how many ranks a product of experts needs room for."""
+        """Return the number of ranks that a product of experts needs room for."""
         return self._most_ranks(self._places_of(product), product.parts)
 
     def _places_of(self, product: ExpertProduct) -> slice:
@@ -193,7 +193,7 @@ class SegmentedAdapters:
         return self._is_capturing() or any(self._most[places]) or not self._has_factors
 
     def _most_ranks(self, places: slice, parts: int) -> int:
-        """Return how many ranks products of `parts` need room for; in a graph, those of any adapter."""
+        """Return the number of ranks that products of `parts` need room for; in a graph, those of any adapter."""
         if self._is_capturing():
             return MOST_RANKS * parts
         return max(self._most[places]) or parts * _FEW_RANKS
@@ -254,7 +254,7 @@ class SegmentedExperts:
 
 
 class _ChangesOfPairs(NamedTuple):
-    """What adapters add to the pairs of a pass; see `PairChanges`."""
+    """The products that adapters add to the pairs of a pass; see `PairChanges`."""
 
     tiles: programs.TokenTiles
     gate_up: ExpertProduct

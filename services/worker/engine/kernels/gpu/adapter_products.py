@@ -151,7 +151,7 @@ class TokenTiles:
 
 
 def _most_tiles(tokens: int, rows: int, lines: int) -> int:
-    """Return how many tiles of `rows` tokens there are at most, if tokens have up to `lines` lines."""
+    """Return the largest number of tiles of `rows` tokens, if tokens have up to `lines` lines."""
     return min(tokens, tokens // rows + min(tokens, lines))
 
 

@@ -253,7 +253,7 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """What a launch has compiled; it takes all arguments of the source by position, `constants` last."""
+    """The program that a launch has compiled; it takes all arguments of the source by position, `constants` last."""
 
     program: Any  # of Triton, which is untyped
     constants: tuple[object, ...]

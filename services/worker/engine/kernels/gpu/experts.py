@@ -405,7 +405,7 @@ def _constants(plan: _Plan, bias: torch.Tensor | None, activation: Activation | 
 
 
 class PairChanges(Protocol):
-    """What adapters add to the products of pairs of a token and an expert."""
+    """Products that adapters add to those of pairs of a token and an expert."""
 
     def gate(self, inputs: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
         """Return the gated product [pairs, intermediate] of inputs [pairs, hidden].
