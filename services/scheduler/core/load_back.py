@@ -174,7 +174,7 @@ class LoadBack:
         return sequence.image_spans[-1][1] > match.device_tokens + match.host_tokens
 
     def _wanted_of_peer(self, sequence: Sequence, min_tokens: int | None) -> int | None:
-        """Return the number of tokens that its view must lack for a prompt to be left to another group; None: it is not.
+        """Return the number of tokens a prompt must lack in its view to be left to another group; None: it is not left.
 
         It is where that pays, and now and then to measure it again.
         """
