@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import re2
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import read_json
@@ -104,6 +105,8 @@ def read_adapter(directory: Path) -> AdapterFile:
     Raises:
         ConfigurationError: files are missing or damaged, or the adapter is of a kind that is not supported.
     """
+    if not (directory / CONFIG).is_file():
+        raise ConfigurationError(f"adapter {directory}: {CONFIG} is no file")
     config = read_json(directory / CONFIG)
     _check_kind(directory, config)
     tensors = _read_tensors(directory)
@@ -133,21 +136,41 @@ class _Scaling:
 
     alpha: float
     alphas: Mapping[str, float]
+    """By patterns of modules' names, of which the first one that matches counts."""
     by_root: bool
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any]) -> _Scaling:
         try:
             alphas = {str(pattern): float(alpha) for pattern, alpha in (config.get("alpha_pattern") or {}).items()}
-            return cls(float(config.get("lora_alpha", 8)), alphas, bool(config.get("use_rslora")))
-        except (TypeError, ValueError, AttributeError) as error:
+            read = cls(float(config.get("lora_alpha", 8)), alphas, bool(config.get("use_rslora")))
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigurationError(f"adapter {directory}: {CONFIG}: lora_alpha: {error}") from error
+        if not all(map(math.isfinite, (read.alpha, *alphas.values()))):
+            raise ConfigurationError(f"adapter {directory}: {CONFIG}: lora_alpha: a value is not finite")
+        for pattern in alphas:
+            try:
+                _matches(pattern, "")
+            except re2.error as error:
+                raise ConfigurationError(
+                    f"adapter {directory}: {CONFIG}: alpha_pattern {pattern!r}: {error}"
+                ) from error
+        return read
 
     def alpha_of(self, module: str) -> float:
         for pattern, alpha in self.alphas.items():
-            if module.endswith(f".{pattern}") or re.fullmatch(rf"(.*\.)?({pattern})", module):
+            if module.endswith(f".{pattern}") or _matches(pattern, module):
                 return alpha
         return self.alpha
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether an expression of a file matches the end of a module's name, in time linear in its length.
+
+    Raises:
+        re2.error: it is none, or looks around or back.
+    """
+    return re2.fullmatch(rf"(.*\.)?({pattern})", module) is not None
 
 
 def _check_kind(directory: Path, config: Mapping[str, Any]) -> None:
@@ -173,7 +196,8 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
         other = " (Python pickles are not loaded)" if (directory / "adapter_model.bin").is_file() else ""
         raise ConfigurationError(f"adapter {directory}: there is no {WEIGHTS}{other}")
     try:
-        tensors = load_file(path)
+        # Not mapped: a file that becomes shorter while a mapping of it is read ends the process.
+        tensors = load(path.read_bytes())
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigurationError(f"adapter {directory}: {WEIGHTS}: {error}") from error
     if not tensors:
@@ -182,7 +206,7 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _joined(directory: Path, module: str, pair: Mapping[str, torch.Tensor], scaling: _Scaling) -> LowRank:
-    if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
+    if pair.keys() != {"A", "B"} or not 0 < pair["A"].shape[0] == pair["B"].shape[1]:
         raise ConfigurationError(f"adapter {directory}: module {module!r} has no two factors of one rank")
     return LowRank(pair["A"], pair["B"], scaling.alpha_of(module), scaling.by_root)
 
@@ -201,7 +225,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], scaling: _Scaling) -> str:
-    digest = hashlib.sha256(json.dumps([scaling.alpha, sorted(scaling.alphas.items()), scaling.by_root]).encode())
+    digest = hashlib.sha256(json.dumps([scaling.alpha, list(scaling.alphas.items()), scaling.by_root]).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -204,7 +204,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: not a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,6 +60,10 @@ def change(adapter: Path, **tensors: torch.Tensor | None) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"alora_invocation_tokens": [1]}, "aLoRA"),
         ({"lora_alpha": "much"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "not finite"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "not finite"),
+        ({"alpha_pattern": {"(": 4}}, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj(?=x)": 4}}, "alpha_pattern"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(adapter: Path, changes: dict[str, Any], reason: str) -> None:
@@ -82,6 +87,16 @@ def test_damaged_files_are_refused(adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").write_bytes(content[:-100])
     with pytest.raises(ConfigurationError, match=r"adapter_model\.safetensors"):
         read_adapter(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    change(
+        adapter,
+        **{
+            "layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(0, 48),
+            "layers.0.self_attn.q_proj.lora_B.weight": torch.zeros(64, 0),
+        },
+    )
+    with pytest.raises(ConfigurationError, match="two factors"):
+        read_adapter(adapter)
     (adapter / "adapter_model.safetensors").unlink()
     (adapter / "adapter_model.bin").touch()
     with pytest.raises(ConfigurationError, match="pickles"):
@@ -100,6 +115,30 @@ def test_a_digest_stands_for_all_that_decides_about_results(adapter: Path) -> No
     change(adapter, **{"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 48)})
     digests.add(read_adapter(adapter).digest)
     assert len(digests) == 5
+    orders = [{"q_proj": 256, "self_attn.q_proj": 1}, {"self_attn.q_proj": 1, "q_proj": 256}]
+    for patterns in orders:
+        configure(adapter, alpha_pattern=patterns)
+        digests.add(read_adapter(adapter).digest)
+    assert len(digests) == 7, "of patterns the first one that matches counts"
+
+
+def test_an_expression_of_a_file_takes_linear_time(adapter: Path) -> None:
+    """Backtracking would take longer than the universe is old."""
+    configure(adapter, alpha_pattern={"(([a-z0-9_.]+)+)+!": 4})
+    assert read_adapter(adapter).modules
+
+
+def test_a_file_that_becomes_shorter_after_it_was_read_is_not_needed(adapter: Path) -> None:
+    read = read_adapter(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    assert all(torch.isfinite(each.a).all() for each in read.modules.values())
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(adapter: Path) -> None:
+    (adapter / "adapter_config.json").unlink()
+    os.mkfifo(adapter / "adapter_config.json")
+    with pytest.raises(ConfigurationError, match="is no file"):
+        read_adapter(adapter)
 
 
 def test_an_adapter_that_does_not_fit_the_model_is_refused(adapter: Path, model: Path, tmp_path: Path) -> None:
