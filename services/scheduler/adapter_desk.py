@@ -110,6 +110,9 @@ class AdapterDesk:
                     raise InvalidRequestError(
                         f"{len(self._by_name)} adapters are loaded, which is the limit (scheduler.adapters.limit)"
                     )
+                if pinned and all(each.source != source for each in self.all if each.pinned):
+                    # Before it is read: workers keep it, and its name, which a scheduler that restarts takes from them.
+                    self._check_pins(AdapterInfo(name, source, pinned=True))
                 made = replace(await self._read(self._ready(), AdapterInfo(name, source)), pinned=pinned)
             self._check_pins(made)
             self._put(made)
@@ -151,8 +154,11 @@ class AdapterDesk:
                     self._log.warning("adapter.not_dropped", reason=str(error))
 
     async def _begin(self, ranks: Sequence[RankConnection]) -> None:
-        for adapter in await _answered(ranks[0].adapters()) or self._manifest.read():
-            self._put(adapter)
+        listed = self._manifest.read()
+        # Workers know nothing of pins.
+        pinned = {(each.name, each.digest) for each in listed if each.pinned}
+        for adapter in await _answered(ranks[0].adapters()) or listed:
+            self._put(replace(adapter, pinned=adapter.pinned or (adapter.name, adapter.digest) in pinned))
         given = self._settings.load.items()
         wanted = [AdapterInfo(name, source) for name, source in given if name not in self._by_name]
         for adapter, made in zip(wanted, await self._read_all(ranks, wanted), strict=True):

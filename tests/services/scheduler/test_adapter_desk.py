@@ -225,6 +225,25 @@ async def die_together(pipeline: Pipeline) -> None:
     await pipeline.restart()
 
 
+async def test_a_scheduler_that_restarts_alone_keeps_pins_and_knows_nothing_of_refused_adapters(
+    noting: Pipeline,
+) -> None:
+    await load(noting, "pinned", "/pinned", pinned=True)
+    before = [worker.adapter_reads for worker in noting.workers]
+    with pytest.raises(grpc.aio.AioRpcError, match="pinned"):
+        await load(noting, "refused", "/refused", pinned=True)
+    assert [worker.adapter_reads for worker in noting.workers] == before, "workers keep what they have read"
+    # The same adapter under another name takes no other slot.
+    await load(noting, "again", "/pinned", pinned=True)
+    await noting.restart()
+    found = await listed(noting)
+    assert {name: each.adapter.pinned for name, each in found.items()} == {
+        "given": False,
+        "pinned": True,
+        "again": True,
+    }
+
+
 async def test_what_was_loaded_outlasts_scheduler_and_workers(noting: Pipeline) -> None:
     loaded = await load(noting, "new", "/new")
     await load(noting, "dropped", "/dropped")
