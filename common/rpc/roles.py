@@ -82,6 +82,7 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Worker/PrepareWeights": _SCHEDULER,
         "/pando.v1.Worker/ReadAdapter": _SCHEDULER,
         "/pando.v1.Worker/DropAdapter": _SCHEDULER,
+        "/pando.v1.Worker/SetAdapters": _SCHEDULER,
         "/pando.v1.Worker/GetAdapters": _SCHEDULER | _OPERATOR,
         "/pando.v1.Worker/Sleep": _SCHEDULER,
         "/pando.v1.Worker/WakeUp": _SCHEDULER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +15,7 @@ from services.scheduler.adapter_manifest import AdapterManifest
 from services.scheduler.defects import changing_state
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from common.audit.log import Audit
     from common.settings import AdapterSettings
@@ -30,8 +31,9 @@ T = TypeVar("T")
 class AdapterDesk:
     """Owns the names of adapters.
 
-    The workers keep the adapters themselves in host memory, by their digests. An adapter that is replaced or unloaded
-    stays there until the requests that use it have ended.
+    The workers keep the adapters themselves in host memory, by their digests, and the list of names for a scheduler
+    that has been restarted. An adapter that is replaced or unloaded stays there until the requests that use it have
+    ended.
     """
 
     def __init__(
@@ -56,9 +58,14 @@ class AdapterDesk:
         self._by_name: dict[str, AdapterInfo] = {}
         # Digests without a name that open requests may still use.
         self._retired: dict[str, AdapterInfo] = {}
+        # Digests that workers may have read for nothing.
+        self._unused: set[str] = set()
         self._has_begun = False
-        # One change at a time, as ranks must have the same adapters.
+        # Whether workers may have another list of names than this.
+        self._is_list_stale = False
+        # One change at a time, as ranks must have the same adapters. Files are read before: that may take minutes.
         self._changing = asyncio.Lock()
+        self._reading = asyncio.Semaphore(READS_AT_ONCE)
         self._log = get_logger("adapters")
 
     @property
@@ -88,6 +95,10 @@ class AdapterDesk:
                 if isinstance(made, InvalidRequestError):
                     self._log.error("adapter.lost", name=adapter.name, reason=str(made))
                     self._lose(adapter)
+            used = {*(each.digest for each in self._by_name.values()), *self._retired}
+            await _answered(asyncio.gather(*(self._reconcile(rank, used) for rank in ranks)))
+            self._unused.clear()
+            self._is_list_stale = False
 
     async def load(self, name: str, source: str, *, pinned: bool) -> AdapterInfo:
         """Make an adapter available under a name, in place of the one that has it; without `source`, change its pin.
@@ -99,24 +110,15 @@ class AdapterDesk:
         check_adapter_name(name)
         if not self._settings.slots:
             raise InvalidRequestError("this server serves no adapters; set scheduler.adapters.slots")
-        async with self._changing:
-            known = self._by_name.get(name)
-            if not source:
+        if source:
+            made = await self._load_files(AdapterInfo(name, source, pinned=pinned))
+        else:
+            async with self._changing:
+                known = self._by_name.get(name)
                 if known is None:
                     raise InvalidRequestError(f"the adapter '{name}' is not loaded", param="lora_name")
                 made = replace(known, pinned=pinned)
-            else:
-                if known is None and len(self._by_name) >= self._settings.limit:
-                    raise InvalidRequestError(
-                        f"{len(self._by_name)} adapters are loaded, which is the limit (scheduler.adapters.limit)"
-                    )
-                if pinned and all(each.source != source for each in self.all if each.pinned):
-                    # Before it is read: workers keep it, and its name, which a scheduler that restarts takes from them.
-                    self._check_pins(AdapterInfo(name, source, pinned=True))
-                made = replace(await self._read(self._ready(), AdapterInfo(name, source)), pinned=pinned)
-            self._check_pins(made)
-            self._put(made)
-            self._manifest.write(self.all)
+                await self._commit(made)
         self._log.info("adapter.loaded", name=name, digest=made.digest[:12], rank=made.rank, pinned=made.pinned)
         return made
 
@@ -130,7 +132,7 @@ class AdapterDesk:
             adapter = self._by_name.get(name)
             if adapter is None:
                 return False
-            await asyncio.gather(*(rank.drop_adapter(name=name) for rank in self._ready()))
+            await self._announce([each for each in self.all if each.name != name])
             del self._by_name[name]
             self._retire(adapter)
             self._manifest.write(self.all)
@@ -138,27 +140,33 @@ class AdapterDesk:
         return True
 
     async def tidy(self) -> None:
-        """Free the memory of adapters that no request uses any more."""
+        """Free the memory of adapters that no request uses any more, and repeat to workers what they have missed."""
         core = self._core()
-        if core is None or not self._retired or self._changing.locked() or not self._ranks():
+        has_work = self._retired or self._unused or self._is_list_stale
+        if core is None or not has_work or self._changing.locked() or not self._ranks():
             return
         async with self._changing:
+            if self._is_list_stale:
+                with contextlib.suppress(PandoError):
+                    await self._announce(self.all)
             for digest in [digest for digest in self._retired if not core.uses_adapter(digest)]:
                 with changing_state():
                     del self._retired[digest]
                     core.adapters.drop(digest)
+                self._unused.add(digest)
+            self._unused -= {*(each.digest for each in self._by_name.values()), *self._retired}
+            while self._unused:
+                digest = self._unused.pop()
                 try:
-                    await asyncio.gather(*(rank.drop_adapter(digest=digest) for rank in self._ranks()))
+                    await asyncio.gather(*(rank.drop_adapter(digest) for rank in self._ranks()))
                 except PandoError as error:
-                    # The memory is free once the workers have restarted.
+                    # The memory is free once the workers or the scheduler have restarted.
                     self._log.warning("adapter.not_dropped", reason=str(error))
 
     async def _begin(self, ranks: Sequence[RankConnection]) -> None:
-        listed = self._manifest.read()
-        # Workers know nothing of pins.
-        pinned = {(each.name, each.digest) for each in listed if each.pinned}
-        for adapter in await _answered(ranks[0].adapters()) or listed:
-            self._put(replace(adapter, pinned=adapter.pinned or (adapter.name, adapter.digest) in pinned))
+        named, _ = await _answered(ranks[0].adapters())
+        for adapter in named or self._manifest.read():
+            self._put(adapter)
         given = self._settings.load.items()
         wanted = [AdapterInfo(name, source) for name, source in given if name not in self._by_name]
         for adapter, made in zip(wanted, await self._read_all(ranks, wanted), strict=True):
@@ -196,16 +204,70 @@ class AdapterDesk:
 
     async def _read(self, ranks: Sequence[RankConnection], adapter: AdapterInfo) -> AdapterInfo:
         """Have all ranks read an adapter; return it with its digest and size."""
-        made = await _answered(asyncio.gather(*(rank.read_adapter(adapter) for rank in ranks)))
-        if len({each.digest for each in made}) > 1:
-            raise InvalidRequestError("the ranks have read different files; all hosts must have the same adapter")
+        calls = [asyncio.ensure_future(rank.read_adapter(adapter)) for rank in ranks]
+        try:
+            made = await _answered(asyncio.gather(*calls))
+            if len({each.digest for each in made}) > 1:
+                raise InvalidRequestError("the ranks have read different files; all hosts must have the same adapter")
+        except BaseException:
+            for call in calls:
+                call.cancel()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            self._unused |= {each.digest for each in ended if isinstance(each, AdapterInfo)}
+            raise
         return replace(made[0], bytes=sum(each.bytes for each in made))
+
+    async def _load_files(self, wanted: AdapterInfo) -> AdapterInfo:
+        """Read an adapter and make it available; nothing is left of it if that fails, or the caller goes away."""
+        self._check_room(wanted)
+        async with self._reading:
+            made = await self._read(self._ready(), wanted)
+        try:
+            async with self._changing:
+                self._check_room(made)
+                self._check_pins(made)
+                # It is not there any more where ranks have restarted, or another change has freed it.
+                made = await self._read(self._ready(), made)
+                await self._commit(made)
+        except BaseException:
+            self._unused.add(made.digest)
+            raise
+        return made
+
+    async def _commit(self, made: AdapterInfo) -> None:
+        await self._announce([*(each for each in self.all if each.name != made.name), made])
+        self._put(made)
+        self._manifest.write(self.all)
+
+    async def _announce(self, adapters: Iterable[AdapterInfo]) -> None:
+        """Have the workers keep a list of names.
+
+        Raises:
+            UnavailableError: one is not connected, or does not answer; `tidy` repeats the list that is true.
+        """
+        ranks = self._ready()
+        self._is_list_stale = True
+        await _answered(asyncio.gather(*(rank.set_adapters(adapters) for rank in ranks)))
+        self._is_list_stale = False
+
+    async def _reconcile(self, rank: RankConnection, used: set[str]) -> None:
+        """Have a rank keep these adapters and no others: nothing refers to what it has read before, for another."""
+        _, kept = await rank.adapters()
+        for digest in set(kept) - used:
+            await rank.drop_adapter(digest)
+        await rank.set_adapters(self.all)
 
     def _ready(self) -> Sequence[RankConnection]:
         ranks = self._ranks()
         if not ranks:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
         return ranks
+
+    def _check_room(self, made: AdapterInfo) -> None:
+        if made.name not in self._by_name and len(self._by_name) >= self._settings.limit:
+            raise InvalidRequestError(
+                f"{len(self._by_name)} adapters are loaded, which is the limit (scheduler.adapters.limit)"
+            )
 
     def _check_pins(self, made: AdapterInfo) -> None:
         pinned = {each.digest for each in self.all if each.pinned and each.name != made.name}

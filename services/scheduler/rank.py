@@ -269,23 +269,32 @@ class RankConnection:
         answer = await answered(self._stub.ReadAdapter(request, timeout=READ_TIMEOUT_S))
         return adapter_from_wire(answer.adapter)
 
-    async def drop_adapter(self, *, name: str = "", digest: str = "") -> None:
-        """Have a name of an adapter, and the memory of the one with this digest, dropped.
+    async def drop_adapter(self, digest: str) -> None:
+        """Have the memory of an adapter freed.
 
         Raises:
             PandoError: the rank is unreachable.
         """
-        request = worker_pb2.DropAdapterRequest(name=name, digest=digest)
+        request = worker_pb2.DropAdapterRequest(digest=digest)
         await answered(self._stub.DropAdapter(request, timeout=STATE_TIMEOUT_S))
 
-    async def adapters(self) -> list[AdapterInfo]:
-        """Return the adapters that the rank has been asked to read.
+    async def set_adapters(self, adapters: Iterable[AdapterInfo]) -> None:
+        """Replace the list of adapters that `adapters` returns.
+
+        Raises:
+            PandoError: the rank is unreachable.
+        """
+        request = worker_pb2.SetAdaptersRequest(adapters=map(adapter_to_wire, adapters))
+        await answered(self._stub.SetAdapters(request, timeout=STATE_TIMEOUT_S))
+
+    async def adapters(self) -> tuple[list[AdapterInfo], list[str]]:
+        """Return the adapters that a scheduler has named last, and the digests of those in memory.
 
         Raises:
             PandoError: the rank is unreachable.
         """
         answer = await answered(self._stub.GetAdapters(worker_pb2.GetAdaptersRequest(), timeout=STATE_TIMEOUT_S))
-        return [adapter_from_wire(each) for each in answer.adapters]
+        return [adapter_from_wire(each) for each in answer.adapters], [*answer.digests]
 
     def execute(self) -> PlanStream:
         """Open the stream of plans and results, which the caller must cancel."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from common.logs import get_logger
-from common.models.adapters import resolve_adapter
 from common.steps import StepResult
 from services.worker import metrics
+from services.worker.adapter_reader import AdapterReader
 from services.worker.engine.execution.interface import ExpertGroupError, InvalidPlanError, OutOfMemoryError
 from services.worker.expert_metrics import ExpertMetrics
 from services.worker.pass_follower import PassFollower
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
     from typing import NoReturn
 
-    from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
     from common.types import EncoderOutputId, RowImage
     from services.worker.engine.execution.interface import (
-        AdapterSize,
-        AdapterStore,
         AfterPasses,
         Engine,
         PassCalls,
@@ -98,7 +95,7 @@ class Rank:
         self._finished_passes = 0
         self._expert_metrics = ExpertMetrics()
         self._follower = PassFollower(engine, self._thread.submit, self._report_experts, self._lose_experts)
-        self._adapters: list[AdapterInfo] = []
+        self.adapters = AdapterReader(lambda: engine.adapters)
         self._sleep_level: SleepLevel | None = None
         # Kept, as a task that only its loop refers to may be collected.
         self._changing: asyncio.Task[object] | None = None
@@ -142,36 +139,6 @@ class Rank:
             return await asyncio.shield(loading.done)
         finally:
             loading.report = None
-
-    async def read_adapter(self, adapter: AdapterInfo) -> AdapterInfo:
-        """Read an adapter into host memory, in a thread of its own; return it with its digest, rank and bytes.
-
-        Raises:
-            InvalidRequestError: it cannot be read or does not fit the model, or the model has no slots for adapters.
-        """
-        store = self._engine.adapters
-        if store is None:
-            raise InvalidRequestError(
-                "this model serves no adapters: set scheduler.adapters.slots, and serve a decoder that Pando implements"
-            )
-        try:
-            size = await asyncio.to_thread(_read_adapter, store, adapter)
-        except ConfigurationError as error:
-            raise InvalidRequestError(str(error), param="lora_path") from error
-        made = replace(adapter, digest=size.digest, rank=size.rank, bytes=size.bytes)
-        self._adapters = [each for each in self._adapters if each.name != adapter.name] + [made]
-        return made
-
-    def drop_adapter(self, name: str, digest: str) -> None:
-        """Forget a name of an adapter, and free the memory of the one with this digest; each may be empty."""
-        self._adapters = [each for each in self._adapters if each.name != name]
-        if digest and self._engine.adapters is not None:
-            self._engine.adapters.drop(digest)
-
-    @property
-    def adapters(self) -> list[AdapterInfo]:
-        """The adapters that were read, also before the model was loaded again."""
-        return self._adapters
 
     async def check_weights(self, model: str, load_format: str) -> int:
         """Check that other weights can replace the loaded ones, beside plans; return their bytes.
@@ -585,10 +552,6 @@ class Rank:
         self._state = state
         metrics.READY.set(state is WorkerState.READY)
         metrics.SLEEPING.set((self._sleep_level or 0) if state is WorkerState.SLEEPING else 0)
-
-
-def _read_adapter(store: AdapterStore, adapter: AdapterInfo) -> AdapterSize:
-    return store.read(resolve_adapter(adapter.source), adapter.digest)
 
 
 def _make_recorder() -> ProfileRecorder:

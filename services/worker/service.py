@@ -140,21 +140,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ReadAdapterRequest, context: Context
     ) -> worker_pb2.ReadAdapterResponse:
         """Read an adapter into host memory."""
-        made = await self._rank.read_adapter(adapter_from_wire(request.adapter))
+        made = await self._rank.adapters.read(adapter_from_wire(request.adapter))
         return worker_pb2.ReadAdapterResponse(adapter=adapter_to_wire(made))
 
     async def DropAdapter(  # noqa: N802
         self, request: worker_pb2.DropAdapterRequest, context: Context
     ) -> worker_pb2.DropAdapterResponse:
-        """Forget an adapter."""
-        self._rank.drop_adapter(request.name, request.digest)
+        """Free the memory of an adapter."""
+        self._rank.adapters.drop(request.digest)
         return worker_pb2.DropAdapterResponse()
+
+    async def SetAdapters(  # noqa: N802
+        self, request: worker_pb2.SetAdaptersRequest, context: Context
+    ) -> worker_pb2.SetAdaptersResponse:
+        """Replace the list of adapters that have names."""
+        self._rank.adapters.named = [adapter_from_wire(each) for each in request.adapters]
+        return worker_pb2.SetAdaptersResponse()
 
     async def GetAdapters(  # noqa: N802
         self, request: worker_pb2.GetAdaptersRequest, context: Context
     ) -> worker_pb2.GetAdaptersResponse:
-        """Return the adapters that were read."""
-        return worker_pb2.GetAdaptersResponse(adapters=map(adapter_to_wire, self._rank.adapters))
+        """Return the adapters that have names, and the digests of those in memory."""
+        return worker_pb2.GetAdaptersResponse(
+            adapters=map(adapter_to_wire, self._rank.adapters.named), digests=self._rank.adapters.digests
+        )
 
     async def CheckWeights(  # noqa: N802
         self, request: worker_pb2.CheckWeightsRequest, context: Context

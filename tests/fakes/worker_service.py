@@ -46,6 +46,17 @@ class FakeEncodings:
     read: Callable[[str, bytes], bytes | None] = lambda _encoder, _ticket: None
 
 
+@dataclass
+class AdapterFiles:
+    """The adapters that a worker finds, by source; each holds its source's name."""
+
+    # What a source holds instead.
+    contents: dict[str, str] = field(default_factory=dict)
+    # Sources that are read only once an event is set.
+    slow: dict[str, asyncio.Event] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+
 class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     """Configures at once and runs plans on a SimulatedWorker; tests set the attributes to make it misbehave."""
 
@@ -54,6 +65,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     simulated: SimulatedWorker | None = None
     adapter_read_s = 0.0
     adapter_refusal: str | None = None
+    slow_reads = 0
+    refuses_lists = False
     # Of recurrent states, on device and host; 0: the model has no recurrent layers.
     snapshots = 0
     host_snapshots = 0
@@ -89,10 +102,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.leases, self.lent_snapshots = dict[bytes, set[int]](), dict[bytes, set[int]]()
         self.read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
         self.read_peer_states: Callable[[PeerPages], list[list[int]]] = lambda _peer: []
-        self.refused_sources: set[str] = set()
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = self.most_adapter_reads = self._adapters_in_read = 0
-        self.dropped_adapters: list[str] = []
+        self.kept_adapters, self.dropped_adapters = set[str](), list[str]()
+        self.adapter_files = AdapterFiles()
         # Why weights are refused when they are checked, and when they are loaded, by model.
         self.misfits: dict[str, str] = {}
         self.unloadable: dict[str, str] = {}
@@ -181,27 +194,39 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def ReadAdapter(
         self, request: worker_pb2.ReadAdapterRequest, context: Context
     ) -> worker_pb2.ReadAdapterResponse:
-        if self.adapter_refusal is not None or request.adapter.source in self.refused_sources:
+        if self.adapter_refusal is not None or request.adapter.source in self.adapter_files.refused:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_refusal or "there are no such files")
         made = request.adapter
-        made.digest = made.digest or hashlib.sha256(made.source.encode()).hexdigest()
+        content = self.adapter_files.contents.get(made.source, made.source)
+        made.digest = made.digest or hashlib.sha256(content.encode()).hexdigest()
         made.rank, made.bytes = 8, 100
         self._adapters_in_read += 1
         self.most_adapter_reads = max(self.most_adapter_reads, self._adapters_in_read)
         await asyncio.sleep(self.adapter_read_s)
         self._adapters_in_read -= 1
-        self.adapters[made.name] = made
-        self.adapter_reads += 1
+        if made.source in self.adapter_files.slow:
+            self.slow_reads += 1
+            await self.adapter_files.slow[made.source].wait()
+        if made.digest not in self.kept_adapters:
+            self.adapter_reads += 1
+        self.kept_adapters.add(made.digest)
         return worker_pb2.ReadAdapterResponse(adapter=made)
 
     async def DropAdapter(
         self, request: worker_pb2.DropAdapterRequest, context: Context
     ) -> worker_pb2.DropAdapterResponse:
-        self.adapters.pop(request.name, None)
-        if request.digest:
-            await self.drops.wait()
-            self.dropped_adapters.append(request.digest)
+        await self.drops.wait()
+        self.kept_adapters.discard(request.digest)
+        self.dropped_adapters.append(request.digest)
         return worker_pb2.DropAdapterResponse()
+
+    async def SetAdapters(
+        self, request: worker_pb2.SetAdaptersRequest, context: Context
+    ) -> worker_pb2.SetAdaptersResponse:
+        if self.refuses_lists:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the network is gone")
+        self.adapters = {each.name: each for each in request.adapters}
+        return worker_pb2.SetAdaptersResponse()
 
     async def GrantPages(
         self, request: worker_pb2.GrantPagesRequest, context: Context
@@ -286,7 +311,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetAdapters(
         self, request: worker_pb2.GetAdaptersRequest, context: Context
     ) -> worker_pb2.GetAdaptersResponse:
-        return worker_pb2.GetAdaptersResponse(adapters=self.adapters.values())
+        return worker_pb2.GetAdaptersResponse(adapters=self.adapters.values(), digests=sorted(self.kept_adapters))
 
     async def StartProfile(
         self, request: worker_pb2.StartProfileRequest, context: Context

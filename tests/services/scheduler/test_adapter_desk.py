@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from tests.fakes.worker_service import FakeWorkerService
 
 PROMPT = list(range(1, 41))
 
@@ -65,6 +68,16 @@ async def run(pipeline: Pipeline, name: str, adapter: str) -> int:
     opened = [opened for plan in pipeline.workers[0].plans for opened in plan.opens if opened.request_id == name]
     assert len(opened) == 1
     return opened[0].computed_tokens
+
+
+def forget_adapters(worker: FakeWorkerService) -> None:
+    """Have a worker know as little as one that has just started."""
+    worker.adapters.clear()
+    worker.kept_adapters.clear()
+
+
+def digests_of(found: dict[str, scheduler_pb2.AdapterState]) -> set[str]:
+    return {state.adapter.digest for state in found.values()}
 
 
 def slots_of(pipeline: Pipeline) -> list[tuple[int, str]]:
@@ -140,7 +153,7 @@ async def test_workers_that_restart_read_all_adapters_again(pipeline: Pipeline) 
     before = [worker.adapter_reads for worker in pipeline.workers]
     await pipeline.stop_workers()
     for worker in pipeline.workers:
-        worker.adapters.clear()
+        forget_adapters(worker)
     await pipeline.ready(serving=False)
     await pipeline.start_workers()
     await pipeline.ready()
@@ -219,7 +232,7 @@ async def die_together(pipeline: Pipeline) -> None:
     """Have all ranks and the scheduler start anew."""
     await pipeline.stop_workers()
     for worker in pipeline.workers:
-        worker.adapters.clear()
+        forget_adapters(worker)
         worker.process = "second"
     await pipeline.start_workers()
     await pipeline.restart()
@@ -229,10 +242,8 @@ async def test_a_scheduler_that_restarts_alone_keeps_pins_and_knows_nothing_of_r
     noting: Pipeline,
 ) -> None:
     await load(noting, "pinned", "/pinned", pinned=True)
-    before = [worker.adapter_reads for worker in noting.workers]
     with pytest.raises(grpc.aio.AioRpcError, match="pinned"):
         await load(noting, "refused", "/refused", pinned=True)
-    assert [worker.adapter_reads for worker in noting.workers] == before, "workers keep what they have read"
     # The same adapter under another name takes no other slot.
     await load(noting, "again", "/pinned", pinned=True)
     await noting.restart()
@@ -265,7 +276,7 @@ async def test_an_adapter_whose_files_have_changed_is_lost_and_the_others_serve(
     manifest = AdapterManifest(path)
     manifest.write([replace(each, source="/gone") if each.name == "new" else each for each in manifest.read()])
     for worker in noting.workers:
-        worker.refused_sources.add("/gone")
+        worker.adapter_files.refused.add("/gone")
     await die_together(noting)
     assert (await listed(noting)).keys() == {"given"}
     await run(noting, "one", "given")
@@ -308,3 +319,101 @@ async def test_adapters_are_loaded_and_unloaded_while_the_model_sleeps(pipeline:
     await run(pipeline, "one", "given")
     await run(pipeline, "two", "new")
     assert [digest for _, digest in slots_of(pipeline)] == [given.digest, given.digest, new.digest]
+
+
+async def test_files_that_are_slow_to_read_hold_up_no_other_change(pipeline: Pipeline) -> None:
+    slow = asyncio.Event()
+    for worker in pipeline.workers:
+        worker.adapter_files.slow["/slow"] = slow
+    loading = asyncio.create_task(load(pipeline, "slow", "/slow"))
+    await until(lambda: all(worker.slow_reads for worker in pipeline.workers))
+    await load(pipeline, "new", "/new", pinned=True)
+    await load(pipeline, "new", "", pinned=False)
+    assert await unload(pipeline, "given")
+    assert list(await listed(pipeline)) == ["new"]
+    slow.set()
+    await loading
+    assert list(await listed(pipeline)) == ["new", "slow"]
+    await run(pipeline, "one", "slow")
+
+
+async def test_nothing_is_left_of_a_load_that_is_cancelled(pipeline: Pipeline) -> None:
+    """One rank has read the adapter already, the other one has not."""
+    pipeline.workers[1].adapter_files.slow["/slow"] = asyncio.Event()
+    loading = asyncio.create_task(load(pipeline, "slow", "/slow"))
+    await until(lambda: pipeline.workers[1].slow_reads and len(pipeline.workers[0].kept_adapters) == 2)
+    loading.cancel()
+    found = await listed(pipeline)
+    assert list(found) == ["given"]
+    await until(lambda: all(worker.kept_adapters == digests_of(found) for worker in pipeline.workers))
+    assert [list(worker.adapters) for worker in pipeline.workers] == [["given"]] * 2
+
+
+async def test_nothing_is_left_of_a_load_that_is_refused_after_reading(pipeline: Pipeline) -> None:
+    found = await listed(pipeline)
+    pipeline.workers[1].adapter_files.contents["/differs"] = "another"
+    with pytest.raises(grpc.aio.AioRpcError, match="different files"):
+        await load(pipeline, "differs", "/differs")
+    await load(pipeline, "given", "", pinned=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="pinned"):
+        await load(pipeline, "second", "/second", pinned=True)
+    pipeline.workers[1].adapter_files.refused.add("/damaged")
+    with pytest.raises(grpc.aio.AioRpcError, match="no such files"):
+        await load(pipeline, "damaged", "/damaged")
+    await until(lambda: all(worker.kept_adapters == digests_of(found) for worker in pipeline.workers))
+    assert [list(worker.adapters) for worker in pipeline.workers] == [["given"]] * 2
+    await pipeline.restart()
+    assert list(await listed(pipeline)) == ["given"]
+
+
+async def test_an_adapter_that_is_loaded_under_two_names_stays_when_one_load_is_refused(pipeline: Pipeline) -> None:
+    await load(pipeline, "given", "", pinned=True)
+    kept = await load(pipeline, "kept", "/same")
+    with pytest.raises(grpc.aio.AioRpcError, match="pinned"):
+        await load(pipeline, "refused", "/same", pinned=True)
+    await load(pipeline, "other", "/other")
+    await unload(pipeline, "other")
+    # Once this one is freed, the refused one would be, too.
+    await until(lambda: all(len(worker.kept_adapters) == 2 for worker in pipeline.workers))
+    assert all(kept.digest in worker.kept_adapters for worker in pipeline.workers)
+    await run(pipeline, "one", "kept")
+
+
+async def test_a_scheduler_that_restarts_frees_what_its_predecessor_has_left(pipeline: Pipeline) -> None:
+    found = await listed(pipeline)
+    for worker in pipeline.workers:
+        worker.kept_adapters.add("left")
+    await pipeline.restart()
+    assert await listed(pipeline) == found
+    assert [worker.kept_adapters for worker in pipeline.workers] == [digests_of(found)] * 2
+    await run(pipeline, "one", "given")
+
+
+async def test_ranks_that_miss_a_change_hear_of_it_later(pipeline: Pipeline) -> None:
+    await load(pipeline, "new", "/new")
+    pipeline.workers[1].refuses_lists = True
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await unload(pipeline, "new")
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(grpc.aio.AioRpcError):
+        await load(pipeline, "third", "/third")
+    assert list(await listed(pipeline)) == ["given", "new"]
+    await run(pipeline, "one", "new")
+    pipeline.workers[1].refuses_lists = False
+    await until(lambda: all(sorted(worker.adapters) == ["given", "new"] for worker in pipeline.workers))
+    await until(lambda: all(len(worker.kept_adapters) == 2 for worker in pipeline.workers))
+
+
+async def test_what_is_freed_while_it_is_loaded_again_is_read_again(pipeline: Pipeline) -> None:
+    """The memory is freed between reading and giving it a name."""
+    first = await load(pipeline, "first", "/same")
+    slow = asyncio.Event()
+    pipeline.workers[1].adapter_files.slow["/same"] = slow
+    loading = asyncio.create_task(load(pipeline, "second", "/same"))
+    await until(lambda: pipeline.workers[1].slow_reads == 1)
+    await unload(pipeline, "first")
+    await until(lambda: all(first.digest not in worker.kept_adapters for worker in pipeline.workers))
+    slow.set()
+    assert (await loading).digest == first.digest
+    assert all(first.digest in worker.kept_adapters for worker in pipeline.workers)
+    await run(pipeline, "one", "second")

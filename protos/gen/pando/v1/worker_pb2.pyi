@@ -2177,21 +2177,17 @@ Global___ReadAdapterResponse: _TypeAlias = ReadAdapterResponse  # noqa: Y015
 class DropAdapterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The name that GetAdapters must not return any more; empty: none."""
     digest: _builtins.str
-    """The adapter whose memory is freed; empty: none, as requests may still use it."""
+    """The adapter's digest."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
         digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2213,6 +2209,41 @@ class DropAdapterResponse(_message.Message):
 Global___DropAdapterResponse: _TypeAlias = DropAdapterResponse  # noqa: Y015
 
 @_typing.final
+class SetAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterInfo]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAdaptersRequest: _TypeAlias = SetAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class SetAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAdaptersResponse: _TypeAlias = SetAdaptersResponse  # noqa: Y015
+
+@_typing.final
 class GetAdaptersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2232,16 +2263,24 @@ class GetAdaptersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterInfo]: ...
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterInfo]:
+        """As SetAdapters has set it last."""
+
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of all adapters in host memory."""
+
     def __init__(
         self,
         *,
         adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "digests", b"digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,11 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.DropAdapterRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.DropAdapterResponse.FromString,
                 _registered_method=True)
+        self.SetAdapters = channel.unary_unary(
+                '/pando.v1.Worker/SetAdapters',
+                request_serializer=pando_dot_v1_dot_worker__pb2.SetAdaptersRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.SetAdaptersResponse.FromString,
+                _registered_method=True)
         self.GetAdapters = channel.unary_unary(
                 '/pando.v1.Worker/GetAdapters',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.SerializeToString,
@@ -182,14 +187,21 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropAdapter(self, request, context):
-        """Forgets an adapter that no later plan loads.
+        """Frees the memory of an adapter that no later plan loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAdapters(self, request, context):
+        """Replaces the list of adapters that have names, which this rank keeps for a scheduler that has been restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetAdapters(self, request, context):
-        """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted.
+        """Returns this list, and all adapters in memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -349,6 +361,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DropAdapter,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.DropAdapterRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.DropAdapterResponse.SerializeToString,
+            ),
+            'SetAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapters,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.SetAdaptersRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.SetAdaptersResponse.SerializeToString,
             ),
             'GetAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.GetAdapters,
@@ -571,6 +588,33 @@ class Worker(object):
             '/pando.v1.Worker/DropAdapter',
             pando_dot_v1_dot_worker__pb2.DropAdapterRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.DropAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/SetAdapters',
+            pando_dot_v1_dot_worker__pb2.SetAdaptersRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.SetAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

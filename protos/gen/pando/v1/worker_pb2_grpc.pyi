@@ -46,9 +46,11 @@ class WorkerStub:
     read, or does not fit the model.
     """
     DropAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]
-    """Forgets an adapter that no later plan loads."""
+    """Frees the memory of an adapter that no later plan loads."""
+    SetAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetAdaptersRequest, _worker_pb2.SetAdaptersResponse]
+    """Replaces the list of adapters that have names, which this rank keeps for a scheduler that has been restarted."""
     GetAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]
-    """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted."""
+    """Returns this list, and all adapters in memory."""
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]
     """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
     are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
@@ -126,9 +128,11 @@ class WorkerAsyncStub(WorkerStub):
     read, or does not fit the model.
     """
     DropAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]  # type: ignore[assignment]
-    """Forgets an adapter that no later plan loads."""
+    """Frees the memory of an adapter that no later plan loads."""
+    SetAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetAdaptersRequest, _worker_pb2.SetAdaptersResponse]  # type: ignore[assignment]
+    """Replaces the list of adapters that have names, which this rank keeps for a scheduler that has been restarted."""
     GetAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]  # type: ignore[assignment]
-    """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted."""
+    """Returns this list, and all adapters in memory."""
     CheckWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]  # type: ignore[assignment]
     """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
     are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
@@ -233,7 +237,15 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DropAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DropAdapterResponse, _abc.Awaitable[_worker_pb2.DropAdapterResponse]]:
-        """Forgets an adapter that no later plan loads."""
+        """Frees the memory of an adapter that no later plan loads."""
+
+    @_abc_1.abstractmethod
+    def SetAdapters(
+        self,
+        request: _worker_pb2.SetAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetAdaptersResponse, _abc.Awaitable[_worker_pb2.SetAdaptersResponse]]:
+        """Replaces the list of adapters that have names, which this rank keeps for a scheduler that has been restarted."""
 
     @_abc_1.abstractmethod
     def GetAdapters(
@@ -241,7 +253,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetAdaptersResponse, _abc.Awaitable[_worker_pb2.GetAdaptersResponse]]:
-        """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted."""
+        """Returns this list, and all adapters in memory."""
 
     @_abc_1.abstractmethod
     def CheckWeights(

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad
     from services.worker.engine.adapters.active import AdapterProducts
+    from services.worker.engine.execution.interface import AdapterSize
     from services.worker.engine.model.config import ModelConfig
 
 
 class AdapterShelf:
     """Owns a rank's adapters, by their digests.
 
-    `read` may run in any thread while passes run; all other methods but `drop` belong to the engine's thread.
+    `load` and `reset` belong to the engine's thread; all other methods may run in any thread while passes run.
     """
 
     def __init__(self, active: AdapterProducts, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,7 +38,7 @@ class AdapterShelf:
         self._weights: dict[str, AdapterWeights] = {}
 
     def take_over(self, other: AdapterShelf) -> None:
-        """Have the adapters of `other`, which served the same model; what it still reads appears here, too."""
+        """Have the adapters of `other`, which served the same model; what it is still to keep is kept here, too."""
         self._lock, self._weights = other._lock, other._weights
 
     @property
@@ -45,16 +46,18 @@ class AdapterShelf:
         """Number of slots on the device."""
         return self._active.slots
 
+    @property
+    def kept(self) -> dict[str, AdapterSize]:
+        """The adapters in host memory, by their digests."""
+        with self._lock:
+            return {**self._weights}
+
     def read(self, directory: Path, expected: str = "") -> AdapterWeights:
-        """Read an adapter into host memory, unless it is there; `expected` is the digest that it must have.
+        """Read an adapter; `expected` is the digest that it must have.
 
         Raises:
             ConfigurationError: it cannot be read, does not fit the model, or is another than expected.
         """
-        with self._lock:
-            known = self._weights.get(expected)
-        if known is not None:
-            return known
         file = read_adapter(directory)
         if expected and file.digest != expected:
             raise ConfigurationError(f"adapter {directory}: the files have changed since it was loaded")
@@ -64,8 +67,13 @@ class AdapterShelf:
         most = self._active.most_ranks
         if most is not None and weights.rank > most:
             raise ConfigurationError(f"adapter {directory}: the rank {weights.rank} is above {most}, the most on a GPU")
+        return weights
+
+    def keep(self, adapter: AdapterSize) -> None:
+        """Have what `read` has returned in host memory, for plans to load."""
+        assert isinstance(adapter, AdapterWeights)
         with self._lock:
-            return self._weights.setdefault(file.digest, weights)
+            self._weights.setdefault(adapter.digest, adapter)
 
     def drop(self, digest: str) -> None:
         """Forget an adapter that no later plan loads; slots keep theirs until they are filled again."""

@@ -37,7 +37,13 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad
     from common.types import SamplingParams, TokenIds
-    from services.worker.engine.execution.interface import AfterPasses, Checkpoint, ProgressReport, SnapshotBytes
+    from services.worker.engine.execution.interface import (
+        AdapterSize,
+        AfterPasses,
+        Checkpoint,
+        ProgressReport,
+        SnapshotBytes,
+    )
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowIndices
@@ -343,10 +349,12 @@ class FakeAdapters:
         self.slots = slots
         self._known: dict[str, FakeAdapter] = {}
 
+    @property
+    def kept(self) -> dict[str, AdapterSize]:
+        return {**self._known}
+
     def read(self, directory: Path, expected: str = "") -> FakeAdapter:
         """Read a directory with adapter_config.json."""
-        if expected in self._known:
-            return self._known[expected]
         try:
             parts = [path.read_bytes() for path in sorted(directory.iterdir())]
         except OSError as error:
@@ -356,8 +364,10 @@ class FakeAdapters:
         adapter = FakeAdapter(hashlib.sha256(b"".join(parts)).hexdigest())
         if expected and adapter.digest != expected:
             raise ConfigurationError(f"adapter {directory}: the files have changed since it was loaded")
-        self._known[adapter.digest] = adapter
         return adapter
+
+    def keep(self, adapter: AdapterSize) -> None:
+        self._known[adapter.digest] = FakeAdapter(adapter.digest)
 
     def drop(self, digest: str) -> None:
         self._known.pop(digest, None)

@@ -202,15 +202,22 @@ class AdapterStore(Protocol):
     def slots(self) -> int:
         """Number of slots."""
 
+    @property
+    def kept(self) -> dict[str, AdapterSize]:
+        """The adapters in host memory, by their digests; any thread may ask, and read, keep and drop adapters."""
+
     def read(self, directory: Path, expected: str = "") -> AdapterSize:
-        """Read an adapter into host memory, unless it is there; any thread may do that while plans run.
+        """Read an adapter, which plans can load once it is kept.
 
         Raises:
             ConfigurationError: it cannot be read, does not fit the model, or has another digest than `expected`.
         """
 
+    def keep(self, adapter: AdapterSize) -> None:
+        """Have what `read` has returned in host memory, for plans."""
+
     def drop(self, digest: str) -> None:
-        """Forget an adapter that no later plan loads; any thread may do that."""
+        """Forget an adapter that no later plan loads."""
 
     def load(self, loads: Iterable[AdapterLoad]) -> None:
         """Fill slots as a plan says, in the engine's thread.

@@ -96,7 +96,10 @@ class Engine:
     def _open(self, adapters: list[Path | None], slots: dict[Path, int], results: list[StepResult]) -> None:
         store = self.engine.adapters
         assert store is not None
-        loads = tuple(AdapterLoad(AdapterSlot(slot), store.read(path).digest) for path, slot in slots.items())
+        read = [(AdapterSlot(slot), store.read(path)) for path, slot in slots.items()]
+        for _, weights in read:
+            store.keep(weights)
+        loads = tuple(AdapterLoad(slot, weights.digest) for slot, weights in read)
         opens = tuple(
             replace(
                 open_row(row, prompt, range(4 * row, 4 * row + 4), total=len(prompt) + NEW_TOKENS),

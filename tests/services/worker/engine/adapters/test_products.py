@@ -44,6 +44,7 @@ def logits_of(runner: ModelRunner, adapters: list[Path | None]) -> list[torch.Te
     slots: dict[Path | None, int] = {None: -1}
     for slot, adapter in enumerate(sorted({each for each in adapters if each is not None})):
         weights = runner.adapters.read(adapter)
+        runner.adapters.keep(weights)
         runner.adapters.load([AdapterLoad(AdapterSlot(slot), weights.digest)])
         slots[adapter] = slot
     driver = Driver(runner)
