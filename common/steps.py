@@ -327,6 +327,11 @@ class EngineSpec:
     # Names of the weights, which do not change what is loaded.
     weight_version: str = field(default="", compare=False)
     base_model: str = field(default="", compare=False)
+    # Whether an earlier configuration has chosen these numbers of pages, which the settings leave open.
+    chosen_device_pages: bool = field(default=False, compare=False)
+    chosen_host_pages: bool = field(default=False, compare=False)
+    # Whether the files are read even if the model is loaded.
+    reload_weights: bool = field(default=False, compare=False)
 
     @property
     def tensor_ranks(self) -> int:

@@ -242,7 +242,7 @@ class WorkerGroup:
         weights, before = replacement.weights, replacement.before
         self._spec = replace(
             before, model=weights.model, load_format=weights.load_format or before.load_format,
-            weight_version=weights.version, base_model=before.base_model or before.model,
+            weight_version=weights.version, base_model=before.base_model or before.model, reload_weights=True,
         )  # fmt: skip
         self._log.info("weights.replacing", model=weights.model, version=weights.version)
 
@@ -531,6 +531,9 @@ class WorkerGroup:
             window_pages=first.window_pool.pages if first.window_pool else None,
             snapshots=first.recurrent_states.snapshots if first.recurrent_states else None,
             host_snapshots=first.recurrent_states.host_snapshots if first.recurrent_states else None,
+            chosen_device_pages=self._spec.chosen_device_pages or self._spec.device_pages is None,
+            chosen_host_pages=self._spec.chosen_host_pages or self._spec.host_pages is None,
+            reload_weights=False,
         )
         return replace(first, has_storage=has_storage)
 

@@ -99,6 +99,9 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         data_parallel_size=groups,
         data_parallel_rank=message.data_parallel_rank,
         data_parallel_rendezvous=message.data_parallel_rendezvous,
+        chosen_device_pages=message.chosen_device_pages,
+        chosen_host_pages=message.chosen_host_pages,
+        reload_weights=message.reload_weights,
     )
 
 

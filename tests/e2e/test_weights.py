@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,50 @@ def test_a_scheduler_or_worker_that_is_killed_keeps_the_current_weights(
         wait_until(served_anew.is_ready, timeout_s=120)
         assert served_anew.complete(PROMPTS[0], TOKENS) == expected[0]
         assert served_anew.state().weight_version == "newer"
+
+
+def test_a_scheduler_that_restarts_needs_no_files_of_weights_that_its_worker_has(
+    run_root: Path, newer: Path, tmp_path: Path
+) -> None:
+    """A worker that restarts does, and serves as soon as they are back."""
+    path = tmp_path / newer.name
+    shutil.copy(newer, path)
+    for served in serve(Settings(gateway=GATEWAY), run_root):
+        assert update(served, path, weight_version="newer").status_code == httpx.codes.OK
+        expected = [complete(served, prompt)["choices"] for prompt in PROMPTS]
+        path.write_bytes(b"damaged")
+        for gone in (False, True):
+            if gone:
+                path.unlink()
+            kill_and_wait_until_replaced(served, "scheduler")
+            wait_until(served.is_ready, timeout_s=60)
+            answers = [complete(served, prompt) for prompt in PROMPTS]
+            assert [found["choices"] for found in answers] == expected
+            assert {found["weight_version"] for found in answers} == {"newer"}
+        restarts = served.deployment.restarts_of("scheduler")
+        kill_and_wait_until_replaced(served, "worker")
+        wait_until(lambda: served.deployment.restarts_of("scheduler") > restarts, timeout_s=60)  # noqa: B023
+        assert not served.is_ready()
+        shutil.copy(newer, path)
+        wait_until(served.is_ready, timeout_s=60)
+        found = complete(served, PROMPTS[0])
+        assert (found["choices"], found["weight_version"]) == (expected[0], "newer")
+
+
+def test_weights_are_replaced_by_others_of_the_same_path(run_root: Path, newer: Path, tmp_path: Path) -> None:
+    path = tmp_path / newer.name
+    shutil.copy(resolve_model(ModelSettings().reference).path, path)
+    for served in serve(Settings(model=ModelSettings(reference=str(path)), gateway=GATEWAY), run_root):
+        before = served.complete(PROMPTS[0], TOKENS)
+        shutil.copy(newer, path)
+        for _ in range(2):
+            # Under the version's name before, too.
+            assert update(served, path, weight_version="newer").status_code == httpx.codes.OK
+            assert served.complete(PROMPTS[0], TOKENS) != before
+            shutil.copy(resolve_model(ModelSettings().reference).path, path)
+            assert update(served, path, weight_version="newer").status_code == httpx.codes.OK
+            assert served.complete(PROMPTS[0], TOKENS) == before
+            shutil.copy(newer, path)
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.6])

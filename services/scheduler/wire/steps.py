@@ -62,6 +62,9 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         data_parallel_size=spec.data_parallel_size,
         data_parallel_rank=spec.data_parallel_rank,
         data_parallel_rendezvous=spec.data_parallel_rendezvous,
+        chosen_device_pages=spec.chosen_device_pages,
+        chosen_host_pages=spec.chosen_host_pages,
+        reload_weights=spec.reload_weights,
     )
 
 

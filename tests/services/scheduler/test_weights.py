@@ -280,7 +280,13 @@ async def test_a_scheduler_that_restarts_keeps_its_workers_weights(pipeline: Pip
     state = await pipeline.state()
     assert (state.weights, state.weight_version) == ("newer", "tuesday")
     assert models(pipeline) == [[base, "newer", "newer"]] * 2
-    assert pipeline.workers[0].configured[-1].base_model == base
+    *_, replaced, restarted = pipeline.workers[0].configured
+    assert restarted.base_model == base
+    # By these the worker knows that it has what is asked for.
+    assert replaced.device_pages == pipeline.workers[0].pages
+    assert (replaced.chosen_device_pages, replaced.chosen_host_pages) == (True, True)
+    assert [request.reload_weights for request in pipeline.workers[0].configured] == [False, True, False]
+    assert (restarted.HasField("device_pages"), restarted.HasField("host_pages")) == (False, False)
 
 
 @pytest.mark.parametrize(("model", "mode", "version"), [("", DRAIN, ""), ("newer", 0, ""), ("newer", DRAIN, "a\nb")])

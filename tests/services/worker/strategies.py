@@ -225,6 +225,9 @@ specs = complete(
     adapter_experts=st.booleans(),
     weight_version=NAMES,
     base_model=NAMES,
+    chosen_device_pages=st.booleans(),
+    chosen_host_pages=st.booleans(),
+    reload_weights=st.booleans(),
 )
 capacities = complete(
     EngineCapacity,

@@ -126,6 +126,9 @@ class ConfigureRequest(_message.Message):
     DATA_PARALLEL_RENDEZVOUS_FIELD_NUMBER: _builtins.int
     HOST_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     ADAPTER_EXPERTS_FIELD_NUMBER: _builtins.int
+    CHOSEN_DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    CHOSEN_HOST_PAGES_FIELD_NUMBER: _builtins.int
+    RELOAD_WEIGHTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -200,6 +203,13 @@ class ConfigureRequest(_message.Message):
     """Slots of the host tier for copies of snapshots to allocate; absent: as many as fit into host_bytes."""
     adapter_experts: _builtins.bool
     """Whether adapters may change experts on a GPU, where passes then compute experts by more programs."""
+    chosen_device_pages: _builtins.bool
+    """Whether device_pages and host_pages are numbers that an earlier Configure has chosen, and settings that leave them
+    open are met by these. A scheduler that restarts does not know the numbers, and leaves the fields absent.
+    """
+    chosen_host_pages: _builtins.bool
+    reload_weights: _builtins.bool
+    """Whether the files are read even if the model is loaded: they may have other weights than before."""
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -245,10 +255,13 @@ class ConfigureRequest(_message.Message):
         data_parallel_rendezvous: _builtins.str = ...,
         host_snapshots: _builtins.int | None = ...,
         adapter_experts: _builtins.bool = ...,
+        chosen_device_pages: _builtins.bool = ...,
+        chosen_host_pages: _builtins.bool = ...,
+        reload_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_host_snapshots", b"_host_snapshots", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "host_snapshots", b"host_snapshots", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_host_snapshots", b"_host_snapshots", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_experts", b"adapter_experts", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "data_parallel_rank", b"data_parallel_rank", "data_parallel_rendezvous", b"data_parallel_rendezvous", "data_parallel_size", b"data_parallel_size", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "host_snapshots", b"host_snapshots", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "only_encodes", b"only_encodes", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_host_snapshots", b"_host_snapshots", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_experts", b"adapter_experts", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "chosen_device_pages", b"chosen_device_pages", "chosen_host_pages", b"chosen_host_pages", "classifier_from_token", b"classifier_from_token", "data_parallel_rank", b"data_parallel_rank", "data_parallel_rendezvous", b"data_parallel_rendezvous", "data_parallel_size", b"data_parallel_size", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "host_snapshots", b"host_snapshots", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "only_encodes", b"only_encodes", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "reload_weights", b"reload_weights", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015

@@ -252,19 +252,28 @@ class ModelEngine:
             model.close()
 
     def _is_loaded(self, spec: EngineSpec, capacity: EngineCapacity) -> bool:
-        if self._spec is None or spec.world_size > 1:
+        loaded = self._spec
+        if loaded is None or spec.reload_weights:
+            return False
+        if spec.world_size > 1:
             # This rank cannot know whether the others still belong to its group: all of them join again.
             return False
-        # A scheduler that lost its worker configures the number of pages that it was given before.
+        # A scheduler that lost its worker configures the numbers that it was given before, one that restarts those of
+        # its settings, which may leave them open. The settings never name the last three.
+        window, states = capacity.window_pool, capacity.recurrent_states
         return (
-            spec.device_pages in (self._spec.device_pages, capacity.device_pages)
-            and spec.host_pages in (self._spec.host_pages, capacity.host_pages)
-            and spec.window_pages in (self._spec.window_pages, capacity.window_pool and capacity.window_pool.pages)
-            and spec.snapshots
-            in (self._spec.snapshots, capacity.recurrent_states and capacity.recurrent_states.snapshots)
-            and spec.host_snapshots
-            in (self._spec.host_snapshots, capacity.recurrent_states and capacity.recurrent_states.host_snapshots)
-            and _without_pages(spec) == _without_pages(self._spec)
+            (
+                spec.device_pages in (loaded.device_pages, capacity.device_pages)
+                or (spec.device_pages is None and loaded.chosen_device_pages)
+            )
+            and (
+                spec.host_pages in (loaded.host_pages, capacity.host_pages)
+                or (spec.host_pages is None and loaded.chosen_host_pages)
+            )
+            and spec.window_pages in (None, loaded.window_pages, window and window.pages)
+            and spec.snapshots in (None, loaded.snapshots, states and states.snapshots)
+            and spec.host_snapshots in (None, loaded.host_snapshots, states and states.host_snapshots)
+            and _without_pages(spec) == _without_pages(loaded)
         )
 
 

@@ -344,8 +344,8 @@ class Engine(Protocol):
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Load the model of `spec` and return the capacity; all rows are free afterwards.
 
-        An equal spec finds the weights already there. Raises whatever keeps the model from loading; the engine is
-        then as if closed.
+        An equal spec finds the weights already there, of which no file is opened. Raises whatever keeps the model from
+        loading; the engine is then as if closed.
         """
 
     def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
