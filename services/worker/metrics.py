@@ -66,3 +66,6 @@ PEER_MAPPED_PAGES_TOTAL = Counter(
 )
 STORAGE_SECONDS = Histogram("pando_worker_storage_transfer_seconds", "Time of a transfer with storage.", ["direction"])
 STORAGE_AVAILABLE = Gauge("pando_worker_storage_available", "0 while the storage is left alone because it fails.")
+STORAGE_WRITABLE = Gauge(
+    "pando_worker_storage_writable", "0 while nothing is written to the storage because it refuses writes."
+)

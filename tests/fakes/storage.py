@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,13 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class FakeStorage:
-    """Objects by name. `is_down`: every call fails; `gate`: calls wait until it is set."""
+    """Objects by name. `is_down`: every call fails; `gate`: calls wait until it is set.
+
+    `room`: so many more objects can be written, and then writes fail as on a full disk. `refuses_deletions`: deletions
+    fail. `written`: all names that were written, in order.
+    """
 
     objects: dict[str, bytes] = field(default_factory=dict)
     is_down: bool = False
     gate: threading.Event | None = None
     calls: list[str] = field(default_factory=list)
     is_closed: bool = False
+    room: int | None = None
+    refuses_deletions: bool = False
+    written: list[str] = field(default_factory=list)
 
     def exists_many(self, names: Sequence[str]) -> list[bool]:
         self._call("exists")
@@ -34,10 +43,18 @@ class FakeStorage:
 
     def put_many(self, objects: Mapping[str, Blob]) -> None:
         self._call("put")
-        self.objects.update({name: bytes(data) for name, data in objects.items()})
+        for name, data in objects.items():
+            if self.room is not None:
+                if not self.room:
+                    raise StorageError(f"cannot write {name}: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}")
+                self.room -= 1
+            self.objects[name] = bytes(data)
+            self.written.append(name)
 
     def delete_many(self, names: Sequence[str]) -> None:
         self._call("delete")
+        if self.refuses_deletions:
+            raise StorageError(f"cannot delete: {OSError(errno.EROFS, os.strerror(errno.EROFS))}")
         for name in names:
             self.objects.pop(name, None)
 

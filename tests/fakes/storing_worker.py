@@ -22,7 +22,9 @@ Objects = dict[tuple[int, bytes], tuple[bytes, "Content"]]
 
 @dataclass
 class StoringWorker(SimulatedWorker):
-    """`is_down`: storage takes nothing and gives nothing. `looked_up` and `stored` are the keys, in order.
+    """`is_down`: storage takes nothing and gives nothing; `is_full`: it takes nothing.
+
+    `looked_up` and `stored` are the keys, in order.
 
     `read_states` counts the snapshots, and `searches` the names of each search.
 
@@ -31,6 +33,7 @@ class StoringWorker(SimulatedWorker):
 
     objects: Objects = field(default_factory=dict)
     is_down: bool = False
+    is_full: bool = False
     storage_us: int = 1000
     looked_up: list[bytes] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
@@ -42,7 +45,8 @@ class StoringWorker(SimulatedWorker):
         transfer = self.open[transfer_id].transfer
         if not transfer.direction.uses_storage:
             return super().complete(transfer_id, rank)
-        done = 0 if self.is_down else self._move(transfer, rank)
+        is_refused = self.is_down or (self.is_full and transfer.direction is STORE)
+        done = 0 if is_refused else self._move(transfer, rank)
         opened = self.open[transfer_id]
         opened.ranks.remove(rank)
         if transfer.direction is FETCH:

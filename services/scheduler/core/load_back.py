@@ -285,7 +285,7 @@ class LoadBack:
         started_at = self._started_at.pop(ack.transfer_id, None)
         if started_at is not None:
             self.host.peers.note_times(ack.transfer_id, started_at, now)
-        transfer = self.host.finish(ack)
+        transfer = self.host.finish(ack, now)
         if transfer is None or started_at is None:
             return
         moved, done = self.moved.get(transfer.direction, Moved()), ack.done_pages

@@ -58,7 +58,9 @@ class FileStorage:
 
     def exists_many(self, names: Sequence[str]) -> list[bool]:
         """Return which files are there."""
-        return [self._path(name).exists() for name in names]
+        paths = [self._path(name) for name in names]
+        with _as_storage_error("cannot look into", self._root):
+            return [path.exists() for path in paths]
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """Read files."""

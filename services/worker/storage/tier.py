@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from common.circuit_breaker import CircuitBreaker
 from common.logs import get_logger
 from common.transfers import TransferAck, TransferDirection
 from services.worker import metrics
@@ -17,6 +19,8 @@ from services.worker.stream_pages import StreamEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from prometheus_client import Gauge
 
     from common.transfers import Transfer
     from services.worker.storage.interface import Blob, Storage
@@ -30,20 +34,59 @@ BATCH_PAGES = 8
 # Objects that one call looks for: no content moves, but a server may be asked for each of them.
 BATCH_NAMES = 64
 
-# So many failures in a row, and nothing is asked for a while, twice as long each time up to the limit. A server that
-# does not answer costs each request the whole time limit, so fewer such failures suffice.
-FAILURES_TO_OPEN = 3
-SILENCES_TO_OPEN = 2
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 60.0
-
 
 class _CallFailedError(Exception):
-    """The back end did not answer, or not in time."""
+    """The back end did not answer, or not in time, or refused."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(miss.value)
         self.miss = miss
+
+
+class _Gate:
+    """Lets calls of one kind through while they succeed, and tells operators when it closes and opens again."""
+
+    def __init__(self, closed_event: str, opened_event: str, gauge: Gauge | None = None) -> None:
+        """Start open; log these events, and set `gauge` to 1 while open, else to 0."""
+        self._breaker = CircuitBreaker()
+        self._closed_event = closed_event
+        self._opened_event = opened_event
+        self._gauge = gauge
+        self._log = get_logger("storage")
+        self._set_gauge()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls are held back, but for one now and then."""
+        return self._breaker.is_open
+
+    def is_ready(self, now: float) -> bool:
+        """Whether a call may be made."""
+        return self._breaker.is_ready(now)
+
+    def allows(self, now: float) -> bool:
+        """Begin a call, if one may be made; return whether it may."""
+        return self._breaker.allows(now)
+
+    def succeed(self) -> None:
+        """Take note of a call that went well."""
+        was_closed = self.is_closed
+        self._breaker.succeed()
+        if was_closed:
+            self._log.info(self._opened_event)
+            self._set_gauge()
+
+    def fail(self, now: float, reason: str, *, is_silent: bool = False) -> None:
+        """Take note of a call that failed, or with `is_silent` of one that got no answer in time."""
+        was_closed = self.is_closed
+        self._breaker.fail(now, is_silent=is_silent)
+        if self.is_closed and not was_closed:
+            self._log.warning(self._closed_event, reason=reason)
+            self._set_gauge()
+
+    def _set_gauge(self) -> None:
+        if self._gauge is not None:
+            self._gauge.set(not self.is_closed)
 
 
 class WorkerStorageTier:
@@ -51,6 +94,9 @@ class WorkerStorageTier:
 
     Every transfer is acknowledged, in bounded time: a call that takes longer than `timeout_s` counts as failed, and
     after some failures the back end is left alone for a while, so that transfers fail at once.
+
+    A back end that answers but refuses to write, as its disk is full or read-only, is read all the same, and only its
+    writes pause; likewise if it refuses to delete.
     """
 
     def __init__(
@@ -60,13 +106,14 @@ class WorkerStorageTier:
         self._storage = storage
         self._timeout_s = timeout_s
         self._clock = clock
-        self._breaker = CircuitBreaker()
+        self._reading = _Gate("storage.unavailable", "storage.back", metrics.STORAGE_AVAILABLE)
+        self._writing = _Gate("storage.writes_paused", "storage.writes_resumed", metrics.STORAGE_WRITABLE)
+        self._deleting = _Gate("storage.deletions_paused", "storage.deletions_resumed")
         self._threads = ThreadPoolExecutor(threads, "storage")
         # Requests wait for reads.
         self._writers = asyncio.Semaphore(max(1, threads // 2))
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("storage")
-        metrics.STORAGE_AVAILABLE.set(1)
 
     def begin(self, transfer: Transfer, shard: Shard, deliver: Callable[[TransferAck], None]) -> None:
         """Start on a transfer with `shard`; `deliver` gets its acknowledgement, unless the stream has ended."""
@@ -137,47 +184,57 @@ class WorkerStorageTier:
                 blobs = await self._call(lambda: self._storage.get_many(shard.names(keys)))
                 outcomes = await self._in_thread(lambda: shard.load(keys, transfer.cipher_key, blobs, pages))
                 if outcomes[-1] not in (None, Miss.MISSING):
-                    # Make room for a whole one, which would not replace it.
-                    await self._call(lambda: self._storage.delete_many(shard.names(keys[len(outcomes) - 1 :][:1])))
+                    # Make room for a whole one, which would not replace it. The others were read even if this fails.
+                    with contextlib.suppress(_CallFailedError):
+                        await self._delete(shard.names(keys[len(outcomes) - 1 :][:1]))
                 return outcomes
             case TransferDirection.HOST_TO_STORAGE:
+                if not self._writing.is_ready(self._clock()):
+                    raise _CallFailedError(Miss.UNAVAILABLE)
+                # Also which were written before an earlier attempt failed.
                 found = await self._call(lambda: self._storage.exists_many(shard.names(keys)))
                 new = {key: page for key, page, is_there in zip(keys, pages, found, strict=True) if not is_there}
                 if new:
                     objects = await self._in_thread(lambda: shard.dump(new, transfer.cipher_key))
-                    await self._call(lambda: self._storage.put_many(objects))
+                    await self._call(lambda: self._storage.put_many(objects), self._writing)
             case TransferDirection.DROP_FROM_STORAGE:
-                await self._call(lambda: self._storage.delete_many(shard.names(keys)))
+                names = shard.names(keys)
+                found = await self._call(lambda: self._storage.exists_many(names))
+                await self._delete([name for name, is_there in zip(names, found, strict=True) if is_there])
             case _:
                 raise AssertionError(f"{transfer.direction} is the engine's")
         return [None] * len(keys)
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Call the back end; raises _CallFailedError if that fails, takes too long or is not to be tried now."""
-        if not self._breaker.allows(self._clock()):
+    async def _delete(self, names: Sequence[str]) -> None:
+        """Delete objects that exist."""
+        if names:
+            await self._call(lambda: self._storage.delete_many(names), self._deleting)
+
+    async def _call(self, function: Callable[[], T], gate: _Gate | None = None) -> T:
+        """Call the back end to read, or after a read has succeeded, through the gate of another kind of calls.
+
+        Raises:
+            _CallFailedError: it fails, takes too long or is not to be tried now.
+        """
+        gate = self._reading if gate is None else gate
+        if not gate.allows(self._clock()):
             raise _CallFailedError(Miss.UNAVAILABLE)
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._in_thread(function)
         except TimeoutError:
             # The thread continues; its result is dropped.
-            self._note_failure(f"no answer within {self._timeout_s:g} s", is_silent=True)
+            gate.fail(self._clock(), f"no answer within {self._timeout_s:g} s", is_silent=True)
             raise _CallFailedError(Miss.SLOW) from None
         except StorageError as error:
-            self._note_failure(str(error), is_silent=isinstance(error, StorageTimeoutError))
+            gate.fail(self._clock(), str(error), is_silent=isinstance(error, StorageTimeoutError))
             raise _CallFailedError(Miss.UNAVAILABLE) from error
-        if self._breaker.is_open:
-            self._log.info("storage.back")
-        self._breaker.succeed()
-        metrics.STORAGE_AVAILABLE.set(1)
+        except Exception as error:
+            # Of a package's back end, say. Its caller logs it.
+            gate.fail(self._clock(), repr(error))
+            raise
+        gate.succeed()
         return answer
-
-    def _note_failure(self, reason: str, *, is_silent: bool = False) -> None:
-        was_open = self._breaker.is_open
-        self._breaker.fail(self._clock(), is_silent=is_silent)
-        if self._breaker.is_open and not was_open:
-            self._log.warning("storage.unavailable", reason=reason)
-            metrics.STORAGE_AVAILABLE.set(0)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
@@ -238,50 +295,3 @@ class Shard:
             self._write(page, payload)
             outcomes.append(None)
         return outcomes
-
-
-class CircuitBreaker:
-    """Closed while calls succeed; open for a pause after several failures; then one call finds out how things are.
-
-    Times are seconds of one monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        """Start closed."""
-        self._failures = self._silences = 0
-        self._pause_s = FIRST_PAUSE_S
-        self._open_until: float | None = None
-        self._is_trying = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are held back, but for one now and then."""
-        return self._open_until is not None
-
-    def allows(self, now: float) -> bool:
-        """Whether a call may be made; after a pause, one is tried until its outcome is known."""
-        if self._open_until is None:
-            return True
-        if self._is_trying or now < self._open_until:
-            return False
-        self._is_trying = True
-        return True
-
-    def succeed(self) -> None:
-        """Take note of a call that went well."""
-        self._failures = self._silences = 0
-        self._pause_s = FIRST_PAUSE_S
-        self._open_until = None
-        self._is_trying = False
-
-    def fail(self, now: float, *, is_silent: bool = False) -> None:
-        """Take note of a call that failed, or with `is_silent` of one that got no answer in time."""
-        self._failures += 1
-        self._silences += is_silent
-        if self._open_until is None:
-            if self._failures >= FAILURES_TO_OPEN or self._silences >= SILENCES_TO_OPEN:
-                self._open_until = now + self._pause_s
-        elif self._is_trying:
-            self._is_trying = False
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            self._open_until = now + self._pause_s

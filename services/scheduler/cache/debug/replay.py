@@ -204,7 +204,9 @@ class _Run:
             ),
             "end_prefetch": self._end_prefetch,
             "plan_storage": lambda given: self._host.plan_storage(given["now"]),
-            "finish": lambda given: self._host.finish(TransferAck(TransferId(given["transfer"]), given["done_pages"])),
+            "finish": lambda given: self._host.finish(
+                TransferAck(TransferId(given["transfer"]), given["done_pages"]), given.get("now", 0.0)
+            ),
             "lose_workers": lambda given: self._host.forget_all(),
             "resolve": lambda given: self._cache.resolve(CandidateId(given["candidate"]), given["allowed_tokens"]),
             "fill_slot": lambda _given: self._states.try_allocate(),

@@ -194,21 +194,21 @@ class HostTier:
             outcome["transfers"] = [_facts(transfer) for transfer in started]
         return started
 
-    def finish(self, ack: TransferAck) -> Transfer | None:
+    def finish(self, ack: TransferAck, now: float) -> Transfer | None:
         """Record that all ranks have finished a transfer; return it, or None if it is not open."""
-        given: Facts = {"transfer": ack.transfer_id, "done_pages": ack.done_pages}
+        given: Facts = {"transfer": ack.transfer_id, "done_pages": ack.done_pages, "now": now}
         with self._operation("finish", given) as outcome:
-            transfer = self._finish(ack)
+            transfer = self._finish(ack, now)
             outcome["was_open"] = transfer is not None
         return transfer
 
-    def _finish(self, ack: TransferAck) -> Transfer | None:
+    def _finish(self, ack: TransferAck, now: float) -> Transfer | None:
         opened = self.ledger.get(ack.transfer_id)
         if opened is None:
             return None
         if opened.transfer.direction.uses_storage:
             assert self.storage is not None, "only storage begins such transfers"
-            self.storage.finish(opened, ack)
+            self.storage.finish(opened, ack, now)
             if opened.transfer.direction is TransferDirection.STORAGE_TO_HOST:
                 self.peers.skip_present()
             self.ledger.close(opened)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.circuit_breaker import CircuitBreaker
 from common.transfers import TransferDirection
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import chain_hashes
@@ -126,7 +127,7 @@ class StorageTier:
 
     def has_work(self, now: float) -> bool:
         """Whether `plan` has transfers to start, now or when there is room."""
-        return self._writes.has_work or self._reads.has_work(now)
+        return self._writes.has_work(now) or self._reads.has_work(now)
 
     def plan(self, now: float) -> list[Transfer]:
         """Start the transfers that there is room for: reads, then writes."""
@@ -137,11 +138,11 @@ class StorageTier:
         for transfer in self._reads.plan(self._window - self.reading_pages, now):
             self.reading_pages += self._weight(transfer)
             yield transfer
-        for transfer in self._writes.plan(max(self._window // 2, 1) - self.writing_pages):
+        for transfer in self._writes.plan(max(self._window // 2, 1) - self.writing_pages, now):
             self.writing_pages += self._weight(transfer)
             yield transfer
 
-    def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
+    def finish(self, opened: OpenTransfer, ack: TransferAck, now: float) -> None:
         """Record that all ranks have finished a transfer; the caller closes it."""
         transfer = opened.transfer
         has_states = len(transfer.host_snapshots) > 0
@@ -157,7 +158,7 @@ class StorageTier:
             self._reads.finish_states(opened, ack)
         elif transfer.direction is TransferDirection.HOST_TO_STORAGE:
             self.writing_pages -= self._weight(transfer)
-            self._writes.finish(opened, ack)
+            self._writes.finish(opened, ack, now)
             if has_states:
                 self.stored_snapshots += ack.done_pages
             else:
@@ -247,7 +248,9 @@ class StorageWrites:
     no scheduler has the node in memory; they are stored under each of these tenants already.
 
     A write that fails is repeated after the node's next use: pages after a missing one could not be found, and what is
-    not used is not worth the attempts while storage is down.
+    not used is not worth the attempts while storage is down. After some failures in a row, as on a disk that is full or
+    read-only, nothing is written for a while, and then one node is tried before the others; what is noted meanwhile
+    waits. It is stored under the owner that it has by then.
     """
 
     def __init__(
@@ -263,11 +266,11 @@ class StorageWrites:
         # The same of nodes whose last write failed.
         self._failed: dict[Node, bool] = {}
         self._dropped: list[bytes] = []
+        self._breaker = CircuitBreaker()
 
-    @property
-    def has_work(self) -> bool:
-        """Whether there are pages to write or to drop."""
-        return bool(self._noted or self._dropped)
+    def has_work(self, now: float) -> bool:
+        """Whether there are pages to drop, or to write now."""
+        return bool(self._dropped) or (bool(self._noted) and self._breaker.is_ready(now))
 
     def note(self, node: Node) -> None:
         """Note a node whose copy on the host is new, or whose owner has changed."""
@@ -292,6 +295,7 @@ class StorageWrites:
 
     def leave(self, leaf: Node) -> None:
         """Follow a leaf's removal."""
+        self._noted.pop(leaf, None)
         self._failed.pop(leaf, None)
 
     def retry(self, node: Node) -> None:
@@ -307,40 +311,46 @@ class StorageWrites:
             for node, _ in self._store.tree.walk(top):
                 self._drop(node)
 
-    def plan(self, room: int) -> Iterable[Transfer]:
-        """Start the writes that fit into `room` pages, but at least one node."""
+    def plan(self, room: int, now: float) -> Iterable[Transfer]:
+        """Start the writes that fit into `room` pages, but at least one node; none while writes pause."""
         while self._dropped:
             keys = ObjectKeys(tuple(self._dropped[:DROPPED_AT_ONCE]))
             self._dropped = self._dropped[DROPPED_AT_ONCE:]
             root = self._store.tree.root
             yield self._ledger.open_stored(TransferDirection.DROP_FROM_STORAGE, root, _NO_PAGES, keys)
-        while self._noted and room > 0:
+        while self._noted and room > 0 and self._breaker.is_ready(now):
             node = next(iter(self._noted))
             has_pages = self._noted.pop(node)
             if node.is_dead or node.host_pages is None:
                 continue
-            hashes = self._hashes(node)
             if has_pages:
                 self._failed.pop(node, None)
-            if has_pages and self._may_store(node, node.owner):
-                room -= node.size
-                self._ledger.retain_host(node.host_pages)
-                keys = self._names.keys(node.owner_id, hashes)
-                yield self._ledger.open_stored(TransferDirection.HOST_TO_STORAGE, node, node.host_pages, keys)
-            if self._states is None:
-                continue
-            for transfer in self._states.plan(node, hashes, partial(self._may_store, node)):
+            for transfer in self._store_node(node, has_pages=has_pages):
+                self._breaker.begin()
                 room -= weight_of(transfer, self._store)
                 yield transfer
 
-    def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
+    def _store_node(self, node: Node, *, has_pages: bool) -> Iterable[Transfer]:
+        """Start to store a node's snapshots, and its pages if they are not stored yet, under their present owners."""
+        assert node.host_pages is not None
+        hashes = self._hashes(node)
+        if has_pages and self._may_store(node, node.owner):
+            self._ledger.retain_host(node.host_pages)
+            keys = self._names.keys(node.owner_id, hashes)
+            yield self._ledger.open_stored(TransferDirection.HOST_TO_STORAGE, node, node.host_pages, keys)
+        if self._states is not None:
+            yield from self._states.plan(node, hashes, partial(self._may_store, node))
+
+    def finish(self, opened: OpenTransfer, ack: TransferAck, now: float) -> None:
         """Record that all ranks have stored pages or a snapshot, or failed to."""
         transfer = opened.transfer
         if len(transfer.host_snapshots):
             assert self._states is not None, "it has begun the transfer"
             self._states.finish(transfer)
         if ack.done_pages == len(transfer.object_keys):
+            self._breaker.succeed()
             return
+        self._breaker.fail(now)
         # The node that was stored may have been split since.
         node, pages = opened.end, max(transfer.pages, 1)
         while pages > 0 and node.parent is not None:
@@ -351,12 +361,14 @@ class StorageWrites:
         """Start over: no copies are left. Pending drops remain."""
         self._noted.clear()
         self._failed.clear()
+        self._breaker = CircuitBreaker()
         if self._states is not None:
             self._states.forget_all()
 
     def faults(self) -> list[str]:
         """Return inconsistencies, for audits."""
-        found = ["a write failed of a node that is gone"] if any(node.is_dead for node in self._failed) else []
+        nodes = (*self._noted, *self._failed)
+        found = ["a node that is gone is to be stored"] if any(node.is_dead for node in nodes) else []
         return found if self._states is None else [*found, *self._states.faults()]
 
     def _may_store(self, node: Node, owner: Account) -> bool:

@@ -240,7 +240,7 @@ class TestHost:
         for number, view in enumerate([VICTIM, *(views * 200)[:200]]):
             driver.serve(view, ids(number, 17 if view is VICTIM else 5))
             for transfer in host.plan_backups():
-                host.finish(TransferAck(transfer.transfer_id, transfer.pages))
+                host.finish(TransferAck(transfer.transfer_id, transfer.pages), 0.0)
         driver.cache.evict(16)
         assert driver.violations() == []
         return host.find(VICTIM, int32(ids(0, 17))).host_tokens

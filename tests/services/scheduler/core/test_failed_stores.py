@@ -1,4 +1,7 @@
-"""Pages and snapshots whose write to storage failed: they are written after their next use, and found elsewhere."""
+"""Pages and snapshots whose write to storage failed: they are written after their next use, and found elsewhere.
+
+`test_refused_stores.py` is about storage that goes on refusing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.circuit_breaker import FIRST_PAUSE_S
 from common.transfers import TransferAck
 from services.scheduler.cache.sharing.merging import compress_chains
 from tests.fakes.storing_worker import STORE, Objects
@@ -27,11 +31,12 @@ def stores(server: Server) -> int:
 
 
 def fail_to_store(server: Server) -> None:
-    """Serve the prompt while storage is down."""
+    """Serve the prompt while storage is down, and wait until writes are tried again after many failures."""
     server.worker.is_down = True
     server.serve("first turn", user="alice")
     server.worker.is_down = False
     assert server.worker.objects == {}
+    server.harness.now += FIRST_PAUSE_S
 
 
 def only_node(server: Server) -> Node:
@@ -73,6 +78,7 @@ def test_a_snapshot_is_stored_after_its_next_use_if_only_its_own_write_failed(ke
         if harness.results:
             harness.result()
     server.worker.is_down = False
+    harness.now += FIRST_PAUSE_S
     assert len(objects) == 12
     stored = len(server.worker.stored)
     server.serve("again")
@@ -100,11 +106,11 @@ def test_a_write_that_fails_midway_is_repeated(keyring: Path) -> None:
     assert host is not None
     server.storage.note(node)
     [transfer] = host.plan_storage(0.0)
-    host.finish(TransferAck(transfer.transfer_id, 7))
+    host.finish(TransferAck(transfer.transfer_id, 7), 0.0)
     server.storage.use(node)
     [again] = host.plan_storage(0.0)
     assert again.object_keys == transfer.object_keys
-    host.finish(TransferAck(again.transfer_id, 12))
+    host.finish(TransferAck(again.transfer_id, 12), 0.0)
     server.storage.use(node)
     assert not host.plan_storage(0.0)
 
@@ -130,6 +136,7 @@ def test_a_write_that_fails_again_is_repeated_after_the_next_use(keyring: Path) 
     server.worker.is_down = True
     server.serve("second")
     server.worker.is_down = False
+    server.harness.now += FIRST_PAUSE_S
     assert objects == {}
     server.serve("third")
     assert len(objects) == 12

@@ -157,7 +157,7 @@ def test_a_snapshot_without_a_slot_waits_until_its_pages_are_copied() -> None:
     assert (pages.pages, len(pages.host_snapshots)) == (WHOLE_PAGES, 0)
     host_states(harness).host.cancel(slots.pop())
     assert not host.plan_backups()
-    host.finish(TransferAck(pages.transfer_id, WHOLE_PAGES, 1))
+    host.finish(TransferAck(pages.transfer_id, WHOLE_PAGES, 1), 0.0)
     assert copied(host) == (0, 1)
     assert not host.unplaced()
 
@@ -174,7 +174,7 @@ def test_a_snapshot_without_a_slot_is_copied_after_its_node_was_split(is_in_uppe
     host_states(harness).host.cancel(slots.pop())
     [transfer] = host.plan_backups()
     assert len(transfer.host_snapshots) == 1
-    host.finish(TransferAck(transfer.transfer_id, 0))
+    host.finish(TransferAck(transfer.transfer_id, 0), 0.0)
     assert depths_on_host(harness, upper if is_in_upper else node) == [4 if is_in_upper else WHOLE_PAGES - 5]
     assert violations(harness.cache) == []
 
@@ -240,7 +240,7 @@ def test_a_snapshot_that_is_being_copied_is_not_copied_again() -> None:
     ask_for(host, node, "use")
     assert copied(host) == (0, 1)
     for transfer in [each.transfer for each in host.ledger.all()]:
-        host.finish(TransferAck(transfer.transfer_id, 0))
+        host.finish(TransferAck(transfer.transfer_id, 0), 0.0)
     assert depths_on_host(harness, node) == [1, 4, 8, WHOLE_PAGES]
     assert violations(harness.cache) == []
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from common.circuit_breaker import FIRST_PAUSE_S, SILENCES_TO_OPEN
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.storage.objects import Miss, ObjectFormat
 from services.worker.storage.redis_server import RedisStorage
-from services.worker.storage.tier import BATCH_NAMES, FIRST_PAUSE_S, SILENCES_TO_OPEN, Shard, WorkerStorageTier
+from services.worker.storage.tier import BATCH_NAMES, Shard, WorkerStorageTier
 from services.worker.stream_pages import StreamEndedError, StreamPages
 from tests.fakes.storage import FakeHostPages, FakeHostStates, FakeStorage
 from tests.fakes.virtual_clock import VirtualClock

@@ -146,7 +146,7 @@ class HostTierMachine(RuleBasedStateMachine):
                 self.hosted[host] = self.device[device]
             else:
                 self.device[device] = self.hosted[host]
-        assert self.tier.finish(TransferAck(transfer.transfer_id, transfer.pages)) is transfer
+        assert self.tier.finish(TransferAck(transfer.transfer_id, transfer.pages), 0.0) is transfer
 
     @rule(pages=st.integers(1, 12))
     def evict(self, pages: int) -> None:

@@ -38,7 +38,7 @@ class TieredDriver(Driver):
 
     def done(self, *transfers: Transfer) -> None:
         for transfer in transfers:
-            assert self.tier.finish(TransferAck(transfer.transfer_id, transfer.pages)) is transfer
+            assert self.tier.finish(TransferAck(transfer.transfer_id, transfer.pages), 0.0) is transfer
 
     def back_up(self) -> list[Transfer]:
         started = self.tier.plan_backups()

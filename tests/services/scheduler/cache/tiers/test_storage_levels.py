@@ -89,7 +89,7 @@ class Group(Driver):
                 elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
                     missing = (number for number, key in enumerate(transfer.object_keys) if key not in self.stored)
                     done = next(missing, done)
-                self.host.finish(TransferAck(transfer.transfer_id, done))
+                self.host.finish(TransferAck(transfer.transfer_id, done), self.now)
 
     def ask(self, view: View, ids: list[int]) -> int:
         """Run a request as a scheduler does; return how many of its tokens were found on any tier."""

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from common.settings import WorkerStorageSettings
-from services.worker.storage.tier import (
+from common.circuit_breaker import (
     FAILURES_TO_OPEN,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     SILENCES_TO_OPEN,
     CircuitBreaker,
 )
+from common.settings import WorkerStorageSettings
 
 
 def opened(now: float = 0.0) -> CircuitBreaker:
@@ -37,6 +37,23 @@ def test_after_the_pause_one_call_is_tried_at_a_time() -> None:
     assert not breaker.allows(FIRST_PAUSE_S)
     breaker.succeed()
     assert breaker.allows(FIRST_PAUSE_S)
+
+
+def test_whether_a_call_may_be_made_can_be_asked_without_making_one() -> None:
+    breaker = opened()
+    assert not breaker.is_ready(FIRST_PAUSE_S / 2)
+    assert breaker.is_ready(FIRST_PAUSE_S)
+    assert breaker.is_ready(FIRST_PAUSE_S)
+    breaker.begin()
+    assert not breaker.is_ready(FIRST_PAUSE_S)
+
+
+def test_a_closed_breaker_counts_no_call_as_the_one_after_a_pause() -> None:
+    breaker = CircuitBreaker()
+    breaker.begin()
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.fail(0.0)
+    assert breaker.is_ready(FIRST_PAUSE_S)
 
 
 def test_pauses_double_up_to_a_limit() -> None:
