@@ -7,7 +7,7 @@ versions 2 and 3.
 
 from __future__ import annotations
 
-import mmap
+import os
 import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -16,6 +16,7 @@ from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from io import FileIO
     from pathlib import Path
 
 Scalar: TypeAlias = "bool | int | float | str"
@@ -34,6 +35,8 @@ _MAX_STRING_BYTES: Final = 1 << 26
 # ggml's own limit; a file with more is damaged.
 _MAX_DIMENSIONS: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32
+# Most headers are a few megabytes long.
+_READ_BYTES: Final = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +60,19 @@ class GgufHeader:
 def read_header(path: Path) -> GgufHeader:
     """Read the header of the GGUF file at `path`, but not the contents of its tensors.
 
+    The file is not mapped: a process that touches a mapping ends when another one has truncated the file meanwhile.
+
     Raises:
         ConfigurationError: the file is not a GGUF file of a known version, or is truncated.
     """
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         head = file.read(len(MAGIC))
         if head != MAGIC:
             raise ConfigurationError(f"{path}: not a GGUF file")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            try:
-                return _Cursor(mapped, len(MAGIC)).read_header()
-            except (struct.error, UnicodeDecodeError, KeyError, _MalformedError) as error:
-                raise ConfigurationError(f"{path}: damaged or unknown GGUF header ({error})") from error
+        try:
+            return _Cursor(file, head).read_header()
+        except (struct.error, UnicodeDecodeError, KeyError, _MalformedError) as error:
+            raise ConfigurationError(f"{path}: damaged or unknown GGUF header ({error})") from error
 
 
 class _MalformedError(Exception):
@@ -76,11 +80,13 @@ class _MalformedError(Exception):
 
 
 class _Cursor:
-    """A position in a mapped file, advanced by every read."""
+    """A position in a file, advanced by every read; keeps what was read so far."""
 
-    def __init__(self, buffer: mmap.mmap, position: int) -> None:
-        self._buffer = buffer
-        self._position = position
+    def __init__(self, file: FileIO, head: bytes) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self._buffer = head
+        self._position = len(head)
 
     def read_header(self) -> GgufHeader:
         """Read the version, the counts, all key-value pairs and the tensor table."""
@@ -119,17 +125,19 @@ class _Cursor:
             return self._read_strings(count)
         if kind == _ARRAY:
             raise _MalformedError("arrays of arrays are not supported")
-        layout = f"<{count}{_FORMATS[kind]}"
-        values = struct.unpack_from(layout, self._buffer, self._position)
-        self._position += struct.calcsize(layout)
-        return values
+        return self._unpack(f"<{count}{_FORMATS[kind]}")
 
     def _read_scalar(self, layout: str) -> Scalar:
-        layout = "<" + layout
-        (value,) = struct.unpack_from(layout, self._buffer, self._position)
-        self._position += struct.calcsize(layout)
-        scalar: Scalar = value
+        (scalar,) = self._unpack("<" + layout)
         return scalar
+
+    def _unpack(self, layout: str) -> tuple[Scalar, ...]:
+        end = self._position + struct.calcsize(layout)
+        if end > len(self._buffer):
+            self._read_until(end)
+        values = struct.unpack_from(layout, self._buffer, self._position)
+        self._position = end
+        return values
 
     def _read_string(self) -> str:
         return self._read_strings(1)[0]
@@ -138,11 +146,26 @@ class _Cursor:
         buffer, position, unpack = self._buffer, self._position, struct.Struct("<Q").unpack_from
         strings = []
         for _ in range(count):
-            (length,) = unpack(buffer, position)
             start = position + 8
+            if start > len(buffer):
+                buffer = self._read_until(start)
+            (length,) = unpack(buffer, position)
             position = start + length
-            if length > _MAX_STRING_BYTES or position > len(buffer):
+            if length > _MAX_STRING_BYTES:
                 raise _MalformedError(f"a string of {length} bytes")
+            if position > len(buffer):
+                buffer = self._read_until(position)
             strings.append(buffer[start:position].decode())
         self._position = position
         return tuple(strings)
+
+    def _read_until(self, end: int) -> bytes:
+        """Read on until the first `end` bytes of the file are there; return what is."""
+        if end > self._size:
+            raise _MalformedError("the file ends within it")
+        while len(self._buffer) < end:
+            more = self._file.read(max(end - len(self._buffer), len(self._buffer), _READ_BYTES))
+            if not more:
+                raise _MalformedError("the file was truncated while it was read")
+            self._buffer += more
+        return self._buffer

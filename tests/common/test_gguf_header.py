@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import struct
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import pytest
 
+from common import gguf_header
 from common.errors import ConfigurationError
 from common.gguf_header import TensorEntry, read_header
 from common.models import resolve_model
@@ -104,4 +107,51 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.gguf"
     path.write_bytes(b"GGUF\x01\x00\x00\x00" + bytes(64))
     with pytest.raises(ConfigurationError, match="version 1"):
+        read_header(path)
+
+
+def many_strings(path: Path) -> Path:
+    """Write a file whose header is longer than what is read at a time."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_array("strings", [f"a string with the number {number}" for number in range(100_000)])
+    writer.add_array("numbers", list(range(400_000)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_a_long_header_is_read_in_parts(tmp_path: Path) -> None:
+    path = many_strings(tmp_path / "long.gguf")
+    assert path.stat().st_size > 2 * gguf_header._READ_BYTES
+    metadata = read_header(path).metadata
+    assert metadata["strings"] == tuple(f"a string with the number {number}" for number in range(100_000))
+    assert metadata["numbers"] == tuple(range(400_000))
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_file_that_is_truncated_while_its_header_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """A mapping of it could not be touched any more."""
+    path = many_strings(tmp_path / "shrinking.gguf")
+    read_string, strings = gguf_header._Cursor._read_string, []
+
+    def truncate(self: Any) -> str:
+        strings.append(read_string(self))
+        if len(strings) == reads:
+            os.truncate(path, 0)
+        return strings[-1]
+
+    monkeypatch.setattr(gguf_header._Cursor, "_read_string", truncate)
+    with pytest.raises(ConfigurationError, match=r"shrinking\.gguf: damaged .*truncated while it was read"):
+        read_header(path)
+
+
+def test_a_header_that_names_more_than_the_file_has_is_refused_without_reading_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "lying.gguf"
+    lie = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"a", 9, 10, 1 << 60)
+    path.write_bytes(lie)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ConfigurationError, match=r"lying\.gguf: damaged"):
         read_header(path)

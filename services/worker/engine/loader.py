@@ -25,7 +25,12 @@ from services.worker.engine.parallel.expert_group import ExpertGroup, join_ranks
 from services.worker.engine.parallel.shards import are_cut_alike
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 from services.worker.engine.quantization.fp8 import FP8
-from services.worker.engine.rank_capacity import decoder_capacity, encoder_capacity, fingerprint_of
+from services.worker.engine.rank_capacity import (
+    decoder_capacity,
+    encoder_capacity,
+    fingerprint_of,
+    identity_of_rank_files,
+)
 from services.worker.engine.rank_model import open_rank
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.vision.registry import load_vision
@@ -143,8 +148,10 @@ class DecoderLoader:
         checkpoint, device = self._rank.checkpoint, self._rank.device
         assert not isinstance(checkpoint, TransformersCheckpoint), "the caller has asked"
         self._weights = read_weights(self._rank.within(self._context), checkpoint, self._report)
-        # Waits until all blocks are hashed: after that nothing reads the files, which may change.
+        # Waits until all blocks are hashed: after that nothing but heads is read of the files, which may change.
         checkpoint.identity()
+        if self._rank.spec.load_format != "dummy":
+            self._rank = replace(self._rank, files_identity=identity_of_rank_files(self._rank))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -84,13 +84,18 @@ def _kv_identity(rank: RankModel, layout: KvLayout) -> str:
     spec = rank.spec
     if spec.stages > 1 or rank.kv_scales:
         return ""
-    weights = rank.checkpoint.identity() if spec.load_format == "dummy" else identity_by_samples(spec.model)
+    weights = rank.checkpoint.identity() if spec.load_format == "dummy" else identity_of_rank_files(rank)
     return kv_identity(weights, _traits(rank, layout), whole_experts=spec.has_whole_experts)
+
+
+def identity_of_rank_files(rank: RankModel) -> str:
+    """Return the identity of the model's weights by samples of its files."""
+    return rank.files_identity or identity_by_samples(rank.spec.model)
 
 
 def _encoder_identity(rank: RankModel) -> str:
     """Return the digest of all that decides about embeddings; see `WorkerCapacity.encoder_identity`."""
     if rank.vision is None:
         return ""
-    weights = "" if rank.spec.load_format == "dummy" else identity_by_samples(rank.spec.model)
+    weights = "" if rank.spec.load_format == "dummy" else identity_of_rank_files(rank)
     return encoder_identity(weights, rank.vision, rank.activation_dtype)

@@ -77,6 +77,8 @@ class RankModel:
     kv_dtype: torch.dtype
     # Of models that run through `transformers`, this is found out by trying.
     can_be_captured: bool
+    # By samples of the files, of weights that were read ahead: the files may have changed since. Empty: not known yet.
+    files_identity: str = ""
     # Of keys and values in FP8.
     kv_scales: tuple[KvScales, ...] = ()
 

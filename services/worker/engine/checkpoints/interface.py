@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Checkpoint(Protocol):
     """Random access to a model's tensors under the names that `transformers` gives them.
 
-    A reader holds at most what one call returns: files are mapped, not loaded, so that a tensor-parallel rank reads its
-    share only.
+    A reader holds at most what one call returns, so that a tensor-parallel rank reads its share only. Files are not
+    mapped: touching a mapping of a file that another process has truncated would end this one.
     """
 
     config: ModelConfig

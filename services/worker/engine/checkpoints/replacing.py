@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
@@ -13,6 +11,7 @@ from common.models import ModelFiles, ModelKind, resolve_model
 from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.safetensors_directory import files_in_index, read_json
+from services.worker.engine.checkpoints.safetensors_file import SafetensorsFile
 from services.worker.engine.checkpoints.stage_tensors import tensors_of_stage
 from services.worker.engine.checkpoints.stored_values import check_values
 
@@ -57,13 +56,15 @@ def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
     try:
         for path in weight_files(files):
             check_values(path, replacement.tensor_rank, replacement.tensor_ranks)
+    except OSError as error:
+        raise ConfigurationError(f"{replacement.model}: {error}") from error
     finally:
         # A file that changes is the reason for all that is found in it.
         _check_states(replacement.model, files, before)
-    return sum(size for _, size, _ in before)
+    return sum(state.size for state in before)
 
 
-def _check_states(model: str, files: ModelFiles, before: list[tuple[str, int, int]]) -> None:
+def _check_states(model: str, files: ModelFiles, before: list[FileState]) -> None:
     if states_of(files) != before:
         raise ConfigurationError(f"{model}: its files change while they are read; retry when they are whole")
 
@@ -109,16 +110,34 @@ def weight_files(files: ModelFiles) -> list[Path]:
     return sorted(files.path.glob("*.safetensors"))
 
 
-def states_of(files: ModelFiles) -> list[tuple[str, int, int]]:
-    """Return name, size in bytes and time of change of each file with weights.
+class FileState(NamedTuple):
+    """A file by what changes when another process writes it or puts another one in its place."""
+
+    name: str
+    size: int
+    modified_ns: int
+    device: int
+    number: int
+
+
+def states_of(files: ModelFiles) -> list[FileState]:
+    """Return the state of each file with weights.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is none, or one has gone.
     """
-    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(files)]
+    try:
+        states = [_state_of(path) for path in weight_files(files)]
+    except OSError as error:
+        raise ConfigurationError(f"{files.path}: a file of its weights is gone: {error}") from error
     if not states:
         raise ConfigurationError(f"{files.path}: no safetensors files")
     return states
+
+
+def _state_of(path: Path) -> FileState:
+    found = path.stat()
+    return FileState(path.name, found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino)
 
 
 def _chosen(shapes: Shapes, files: ModelFiles, choose: TensorChoice | None) -> Shapes:
@@ -139,22 +158,16 @@ def _shapes(files: ModelFiles) -> Shapes:
         return _shapes_of_gguf(files.path)
     shapes: Shapes = {}
     for path in weight_files(files):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118  (not a dictionary)
-                    part = file.get_slice(name)
-                    shapes[name] = part.get_dtype(), tuple(part.get_shape())
-        except (SafetensorError, OSError) as error:
-            raise ConfigurationError(f"{path} is damaged: {error}") from error
+        for name, array in SafetensorsFile(path).arrays.items():
+            shapes[name] = array.dtype, array.shape
     return shapes
 
 
 def _shapes_of_gguf(path: Path) -> Shapes:
     try:
-        header = read_header(path)
+        header, size = read_header(path), path.stat().st_size
     except OSError as error:
         raise ConfigurationError(f"{path} is damaged: {error}") from error
-    size = path.stat().st_size
     if any(entry.offset >= size for entry in header.tensors.values()):
         raise ConfigurationError(f"{path} is damaged: it ends before its last tensor")
     return {name: (f"kind {entry.kind}", entry.shape) for name, entry in header.tensors.items()}

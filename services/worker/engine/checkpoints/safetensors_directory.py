@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from common.errors import ConfigurationError
 from common.models.rope import with_rope_parameters
 from common.models.selection import read_index
+from services.worker.engine.checkpoints.safetensors_file import SafetensorsFile
 from services.worker.engine.checkpoints.tensor_names import StoredTensor, stored_tensor
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.families.registry import families_by_name
@@ -104,7 +103,7 @@ class SafetensorsCheckpoint:
 
 
 class SafetensorsTensors:
-    """Reads single tensors out of the shards of any model; one shard is mapped at a time."""
+    """Reads single tensors out of the shards of any model; one shard is open at a time."""
 
     def __init__(self, directory: Path, choose: TensorChoice | None = None) -> None:
         """Read the index of `directory`, no weights yet; `choose` chooses the tensors that will be read, None: all.
@@ -116,7 +115,7 @@ class SafetensorsTensors:
         self._files = _files_by_tensor(directory, choose)
         self._digest = WeightDigest()
         self._open_name = ""
-        self._open_file: Any = None  # safe_open's type comes from a compiled module without annotations
+        self._open_file: SafetensorsFile | None = None
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -138,8 +137,8 @@ class SafetensorsTensors:
         if part is not None and part.is_transposed:
             rows, columns = columns, rows
         try:
-            block = self._read(self._file(self._files[name]), stored, rows, columns)
-        except (SafetensorError, OSError) as error:
+            block = self._file(self._files[name], name).read(name, stored.expert, rows, columns)
+        except OSError as error:
             path = self._directory / self._files[name]
             raise ConfigurationError(f"{path}: tensor {name!r} cannot be read: {error}") from error
         label = name if stored.expert is None else f"{name}[{stored.expert}]"
@@ -152,23 +151,14 @@ class SafetensorsTensors:
         """Return the digest of all blocks read; see `Checkpoint.identity`."""
         return self._digest.hexdigest()
 
-    @staticmethod
-    def _read(
-        file: Any,  # see _open_file
-        stored: StoredTensor, rows: slice | None, columns: slice | None,
-    ) -> torch.Tensor:  # fmt: skip
-        if rows is None and columns is None and stored.expert is None:
-            tensor: torch.Tensor = file.get_tensor(stored.name)
-            return tensor
-        index = () if stored.expert is None else (stored.expert,)
-        places = (*index, rows or slice(None), *(() if columns is None else (columns,)))
-        block: torch.Tensor = file.get_slice(stored.name)[places if len(places) > 1 else places[0]]
-        return block
-
-    def _file(self, name: str) -> Any:  # see _open_file
-        if name != self._open_name:
-            self._open_file = safe_open(self._directory / name, framework="pt", device="cpu")
-            self._open_name = name
+    def _file(self, file: str, name: str) -> SafetensorsFile:
+        """Return the shard `file`, which the index says has the tensor `name`."""
+        if self._open_file is None or file != self._open_name:
+            self._open_file = SafetensorsFile(self._directory / file)
+            self._open_name = file
+        if name not in self._open_file.arrays:
+            path = self._directory / file
+            raise ConfigurationError(f"{path}: tensor {name!r} cannot be read: the file has none of this name")
         return self._open_file
 
 
@@ -235,8 +225,4 @@ def _files_by_tensor(directory: Path, choose: TensorChoice | None) -> dict[str, 
         return mapping
     if not (directory / WHOLE).is_file():
         raise ConfigurationError(f"{directory}: neither {WHOLE} nor {INDEX}; use load_format=dummy for random weights")
-    try:
-        with safe_open(directory / WHOLE, framework="pt", device="cpu") as file:
-            return dict.fromkeys(file.keys(), WHOLE)
-    except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{directory / WHOLE} is damaged: {error}") from error
+    return dict.fromkeys(SafetensorsFile(directory / WHOLE).arrays, WHOLE)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -14,6 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
+from services.worker.engine.checkpoints.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,15 +78,10 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _of_safetensors(path: Path) -> Iterator[_Stored]:
-    """Yield the tensors of a file whose header was found to be whole."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    for name, entry in header.items():
-        dtype = _FLOATS.get(entry.get("dtype", ""))
+    for name, array in SafetensorsFile(path).arrays.items():
+        dtype = _FLOATS.get(array.dtype)
         if dtype is not None:
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
-            yield _Stored(name, start, end, dtype, dtype.itemsize)
+            yield _Stored(name, array.start, array.end, dtype, dtype.itemsize)
 
 
 def _of_gguf(path: Path) -> Iterator[_Stored]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.weight_digest import WeightDigest
@@ -61,7 +62,7 @@ class TransformersCheckpoint:
                 f"model family {self.config.family!r} cannot be served through transformers: its attention cannot be "
                 f"replaced (no {error})"
             ) from error
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             raise ConfigurationError(f"transformers cannot load {self.directory}: {error}") from error
         self.digest.note("library", str(library.__version__))
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):

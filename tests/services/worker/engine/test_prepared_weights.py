@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common.errors import ConfigurationError
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import RowSlot, StepId
 from services.worker.engine import prepared_weights
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import DecoderLoader, load_decoder
+from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, save_family
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
@@ -31,6 +37,12 @@ OPTIONS = RunnerOptions(threads=1)
 
 def nothing(_fraction: float, _stage: str) -> None:
     """Report nowhere."""
+
+
+def in_gguf(model: Path) -> Path:
+    """Write the same model as a GGUF file."""
+    tensors = load_file(model / "model.safetensors")
+    return write_gguf(model.with_suffix(".gguf"), SafetensorsCheckpoint(model).config, tensors)
 
 
 class Served:
@@ -124,6 +136,48 @@ def test_files_that_change_under_the_reader_are_refused(
     with pytest.raises(ConfigurationError, match="have changed while they were read"):
         served.engine.prepare(served.spec(new))
     assert served.generate() == before
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+@pytest.mark.parametrize("reads", [0, 3])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_file_that_is_truncated_in_mid_read_is_an_error_and_the_old_weights_serve_on(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_gguf: bool, reads: int, beside: bool
+) -> None:
+    """Those of a file that is not truncated are loaded again where they cannot be read beside."""
+    old, new = (in_gguf(model) if is_gguf else model for model in models)
+    file = new if is_gguf else new / "model.safetensors"
+    served = Served(old)
+    before = served.generate()
+    read = os.preadv
+    calls: list[int] = []
+
+    def truncate(descriptor: int, buffers: Any, offset: int) -> int:
+        if len(calls) == reads:
+            os.truncate(file, 5000)
+        calls.append(offset)
+        return read(descriptor, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", truncate)
+        update = served.engine.prepare if beside else partial(served.engine.configure, report=nothing)
+        with pytest.raises(ConfigurationError, match=re.escape(str(file))):
+            update(served.spec(new))
+    assert len(calls) > reads
+    if not beside:
+        served.use(old)
+    assert served.generate() == before
+
+
+def test_the_identity_is_that_of_the_files_that_were_read(models: tuple[Path, Path]) -> None:
+    old, new = models
+    served = Served(new)
+    wanted = served.engine.configure(served.spec(new), nothing).kv_identity
+    served.use(old)
+    assert served.engine.prepare(served.spec(new))
+    for path in new.glob("*.safetensors"):
+        path.write_bytes(bytes(1000))
+    assert served.engine.configure(served.spec(new), nothing).kv_identity == wanted
 
 
 @pytest.mark.parametrize("backend", ["torch", "compiled"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.checkpoints import replacing
 from services.worker.engine.checkpoints.replacing import check_replacement
+from services.worker.engine.checkpoints.stored_values import check_values
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
 if TYPE_CHECKING:
@@ -128,6 +130,30 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     monkeypatch.setattr(replacing, "_shapes", change)
     with pytest.raises(ConfigurationError, match="files change while they are read"):
+        check(loaded, other)
+
+
+@pytest.mark.parametrize("change", ["truncated", "removed", "swapped"])
+def test_a_file_that_is_truncated_removed_or_swapped_while_its_values_are_read_is_refused(
+    loaded: Path, other: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    path = other / WEIGHTS
+
+    def disturb(checked: Path, share: int, shares: int) -> None:
+        if change == "truncated":
+            os.truncate(path, 100)
+        elif change == "removed":
+            path.unlink()
+        else:
+            # Of the same size and time.
+            state = path.stat()
+            (other / "swapped").write_bytes(path.read_bytes())
+            os.utime(other / "swapped", ns=(state.st_atime_ns, state.st_mtime_ns))
+            (other / "swapped").replace(path)
+        check_values(checked, share, shares)
+
+    monkeypatch.setattr(replacing, "check_values", disturb)
+    with pytest.raises(ConfigurationError, match=r"its files change while they are read|no safetensors files"):
         check(loaded, other)
 
 

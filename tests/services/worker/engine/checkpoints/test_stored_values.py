@@ -100,5 +100,5 @@ def test_a_file_that_ends_within_a_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"only": torch.ones(5000)}, path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ConfigurationError, match="ends within the tensor 'only'"):
+    with pytest.raises(ConfigurationError, match=r"is damaged: it has .* bytes, and its tensors end at"):
         check_values(path)
