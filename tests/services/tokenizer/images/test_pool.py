@@ -42,6 +42,13 @@ LIMITS = ChildLimits(max_pixels=40_000_000, max_frames=768, memory_bytes=MEMORY,
 KEPT_BYTES = 1024 * 1024
 
 
+def _decodes(process: psutil.Process) -> bool:
+    try:
+        return "services.tokenizer.images.child" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return False
+
+
 class Bench:
     """A pool, and the processes that it has started."""
 
@@ -54,11 +61,7 @@ class Bench:
 
     @property
     def children(self) -> list[psutil.Process]:
-        return [
-            child
-            for child in psutil.Process().children()
-            if "services.tokenizer.images.child" in " ".join(child.cmdline())
-        ]
+        return [child for child in psutil.Process().children() if _decodes(child)]
 
     async def refusal(self, *files: bytes) -> str:
         with pytest.raises(InvalidRequestError) as caught:
