@@ -8,6 +8,7 @@ versions 2 and 3.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -65,7 +66,9 @@ def read_header(path: Path) -> GgufHeader:
     Raises:
         ConfigurationError: the file is not a GGUF file of a known version, or is truncated.
     """
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigurationError(f"{path}: not a GGUF file, nor any regular file")
         head = file.read(len(MAGIC))
         if head != MAGIC:
             raise ConfigurationError(f"{path}: not a GGUF file")
@@ -73,6 +76,10 @@ def read_header(path: Path) -> GgufHeader:
             return _Cursor(file, head).read_header()
         except (struct.error, UnicodeDecodeError, KeyError, _MalformedError) as error:
             raise ConfigurationError(f"{path}: damaged or unknown GGUF header ({error})") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for a writer
 
 
 class _MalformedError(Exception):

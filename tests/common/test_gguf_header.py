@@ -14,6 +14,7 @@ from common.gguf_header import TensorEntry, read_header
 from common.models import resolve_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -155,3 +156,10 @@ def test_a_header_that_names_more_than_the_file_has_is_refused_without_reading_t
     os.truncate(path, 1 << 40)
     with pytest.raises(ConfigurationError, match=r"lying\.gguf: damaged"):
         read_header(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "model.gguf")
+    with pytest.raises((ConfigurationError, IsADirectoryError)):
+        read_header(tmp_path / "model.gguf")

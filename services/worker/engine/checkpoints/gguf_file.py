@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +14,7 @@ from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from services.worker.engine.checkpoints.tensor_names import split_expert, split_layer
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
+from services.worker.engine.checkpoints.weight_file import WeightFile
 from services.worker.engine.families.registry import families_by_architecture
 from services.worker.engine.model.config_gguf import config_from_gguf
 from services.worker.engine.quantization.gguf_blocks import KINDS, RowBlocks, grouped_blocks
@@ -82,10 +81,9 @@ class GgufCheckpoint:
         """
         try:
             header = read_header(path)
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = WeightFile(path)
         except OSError as error:
             raise ConfigurationError(f"{path}: not a readable GGUF file: {error}") from error
-        weakref.finalize(self, os.close, self._file)
         self._path = path
         self._tensors = header.tensors
         self._digest = WeightDigest()
@@ -213,12 +211,9 @@ class GgufCheckpoint:
         rows = rows or slice(0, math.prod(entry.shape[:-1]))
         start = entry.offset + rows.start * row_bytes
         data: NDArray[np.uint8] = np.empty((rows.stop - rows.start, row_bytes), np.uint8)
-        left = data.data.cast("B")
-        while left:
-            count = os.preadv(self._file, [left], start)
-            if not count:
-                raise ConfigurationError(f"{self._path}: the file ends within the tensor {name!r}")
-            start, left = start + count, left[count:]
+        part = f"the tensor {name!r}"
+        self._file.fill(part, data.data.cast("B"), start)
+        self._file.check_unchanged(part)
         self._digest.add(block_name(f"{name} {quantization.name}", rows, None), data)
         return data
 

@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import struct
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.weight_file import WeightFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,8 +63,7 @@ class SafetensorsFile:
         self._path = path
         self._threads = ThreadPoolExecutor(_THREADS, "weight-reader")
         try:
-            self._file = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
+            self._file = WeightFile(path)
             self.arrays = self._read_header()
         except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise ConfigurationError(f"{path} is damaged: {error}") from error
@@ -74,9 +73,11 @@ class SafetensorsFile:
     ) -> torch.Tensor:
         """Return a tensor, or a block of rows and columns of it or of the matrix with an `index` in it.
 
+        A block that goes beyond the tensor ends with it, as with the library: callers check shapes.
+
         Raises:
-            ConfigurationError: the tensor has no such block or a type that is not supported, or the file has become
-                shorter since it was opened.
+            ConfigurationError: the tensor has no such block or a type that is not supported, or the file has changed
+                since it was opened.
         """
         stored = self.arrays[name]
         dtype, shape, start = DTYPES.get(stored.dtype), stored.shape, stored.start
@@ -85,6 +86,8 @@ class SafetensorsFile:
         if index is not None:
             size = math.prod(shape[1:]) * dtype.itemsize
             first = self._within(name, slice(index, index + 1), shape, 0).start
+            if first == shape[0]:
+                raise ConfigurationError(f"{self._path}: the tensor {name!r} has {first} matrices, not one more")
             shape, start = shape[1:], start + first * size
         if rows is not None:
             rows = self._within(name, rows, shape, 0)
@@ -109,40 +112,33 @@ class SafetensorsFile:
 
     def _read(self, name: str, start: int, size: int) -> torch.Tensor:
         """Return bytes of the file."""
+        part = f"the tensor {name!r}"
         data = _allocate(size)
         view = data.numpy().data
         parts = [view[first : first + _SHARE_BYTES] for first in range(0, size, _SHARE_BYTES)]
         if len(parts) == 1:
-            self._fill(name, start, view)
+            self._file.fill(part, view, start)
         else:
             starts = range(start, start + size, _SHARE_BYTES)
-            for _ in self._threads.map(self._fill, repeat(name), starts, parts):
+            for _ in self._threads.map(self._file.fill, repeat(part), parts, starts):
                 pass
+        self._file.check_unchanged(part)
         return data
-
-    def _fill(self, name: str, start: int, left: memoryview) -> None:
-        while left:
-            count = os.preadv(self._file, [left], start)
-            if not count:
-                raise ConfigurationError(
-                    f"{self._path} is damaged: it was truncated while it was read, within the tensor {name!r}"
-                )
-            start, left = start + count, left[count:]
 
     def _within(self, name: str, part: slice, shape: tuple[int, ...], dimension: int) -> slice:
         size = shape[dimension] if dimension < len(shape) else 0
-        first, last = part.start or 0, size if part.stop is None else part.stop
-        if not 0 <= first <= last <= size:
+        first, last = part.start or 0, size if part.stop is None else min(part.stop, size)
+        if not 0 <= first <= last:
             raise ConfigurationError(
                 f"{self._path}: the tensor {name!r} has {size} parts in dimension {dimension}, not {first} to {last}"
             )
         return slice(first, last)
 
     def _read_header(self) -> dict[str, StoredArray]:
-        (length,) = struct.unpack("<Q", os.pread(self._file, 8, 0))
+        (length,) = struct.unpack("<Q", self._header_bytes(0, 8))
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"a header of {length} bytes")
-        header = json.loads(os.pread(self._file, length, 8))
+        header = json.loads(self._header_bytes(8, length))
         if not isinstance(header, dict):
             raise TypeError("its header is no object")
         arrays = {name: _stored(entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
@@ -151,16 +147,22 @@ class SafetensorsFile:
             if array.start != end or array.end < array.start:
                 raise ValueError(f"the tensor {name!r} is not where the one before it ends")
             end = array.end
-        size = os.fstat(self._file).st_size
-        if size != end:
-            raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
+        if self._file.size != end:
+            raise ValueError(f"it has {self._file.size} bytes, and its tensors end at {end}")
         return arrays
+
+    def _header_bytes(self, start: int, size: int) -> bytes:
+        if start + size > self._file.size:
+            raise ValueError("it ends within its header")
+        content = bytearray(size)
+        self._file.fill("its header", memoryview(content), start)
+        return bytes(content)
 
 
 def _stored(entry: Mapping[str, Any], base: int) -> StoredArray:
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, start, end)):
         raise ValueError(f"a shape of {shape}, from {start} to {end}")
     dtype = DTYPES.get(entry["dtype"])
     if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints import safetensors_file
 from services.worker.engine.checkpoints.safetensors_file import DTYPES, SafetensorsFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NAME = "weights.safetensors"
 
@@ -59,6 +63,8 @@ def test_blocks_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monke
         (file.read("cube", 1, rows), cube[1][rows]),
         (file.read("cube", 1, None, columns), cube[1][:, columns]),
         (file.read("cube", 0, rows, columns), cube[0][rows, columns]),
+        # Blocks end with the tensor.
+        (file.read("matrix", rows=slice(8, 12), columns=slice(6, 20)), matrix[8:, 6:]),
     ):
         assert torch.equal(found, wanted)
 
@@ -73,7 +79,7 @@ def test_large_blocks_are_read_in_shares(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "block", [{"index": 3}, {"index": -1}, {"rows": slice(2, 4)}, {"index": 0, "columns": slice(0, 5)}]
+    "block", [{"index": 3}, {"index": -1}, {"rows": slice(4, 5)}, {"index": 0, "columns": slice(5, 6)}]
 )
 def test_blocks_that_are_not_there_are_refused(tmp_path: Path, block: dict[str, object]) -> None:
     file = SafetensorsFile(saved(tmp_path, cube=torch.randn(3, 2, 4)))
@@ -93,9 +99,29 @@ def test_a_file_that_is_truncated_after_its_header_was_read_is_refused(
     whole = file.read("matrix")
     os.truncate(path, kept)
     for columns in (None, slice(0, 4)):
-        with pytest.raises(ConfigurationError, match=rf"{NAME} is damaged: .*truncated .* within the tensor 'matrix'"):
+        with pytest.raises(ConfigurationError, match=rf"{NAME} is damaged: it ends within the tensor 'matrix'"):
             file.read("matrix", columns=columns)
     assert torch.equal(whole, matrix), "it is no mapping"
+
+
+def test_a_tensor_that_another_process_writes_meanwhile_is_refused(tmp_path: Path) -> None:
+    """A file that is truncated while it is read gives zeros, not always a shorter answer."""
+    path = saved(tmp_path, matrix=torch.randn(64, 8))
+    file = SafetensorsFile(path)
+    with path.open("r+b") as written:
+        written.seek(-8, os.SEEK_END)
+        written.write(bytes(8))
+    os.utime(path, ns=(1, 1))  # later or not: times of changes are not as fine everywhere
+    for columns in (None, slice(0, 4)):
+        with pytest.raises(ConfigurationError, match=f"{NAME} is damaged: it changed while the tensor 'matrix'"):
+            file.read("matrix", columns=columns)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / NAME)
+    with pytest.raises(ConfigurationError, match=f"{NAME} is damaged"):
+        SafetensorsFile(tmp_path / NAME)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +132,7 @@ def test_a_file_that_is_truncated_after_its_header_was_read_is_refused(
         {"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
         {"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}},
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F32", "shape": [1 << 70, 0], "data_offsets": [0, 0]}},
         {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
         {
