@@ -91,12 +91,14 @@ class AdapterDesk:
             if not self._has_begun:
                 await self._begin(ranks)
             known = (*self.all, *self._retired.values())
-            for adapter, made in zip(known, await self._read_all(ranks, known), strict=True):
-                if isinstance(made, InvalidRequestError):
+            read = await self._read_all(ranks, known)
+            # Also by another name, whose files are still there.
+            present = {made.digest for made in read if isinstance(made, AdapterInfo)}
+            for adapter, made in zip(known, read, strict=True):
+                if isinstance(made, InvalidRequestError) and adapter.digest not in present:
                     self._log.error("adapter.lost", name=adapter.name, reason=str(made))
                     self._lose(adapter)
-            used = {*(each.digest for each in self._by_name.values()), *self._retired}
-            await _answered(asyncio.gather(*(self._reconcile(rank, used) for rank in ranks)))
+            await _answered(asyncio.gather(*(self._reconcile(rank) for rank in ranks)))
             self._unused.clear()
             self._is_list_stale = False
 
@@ -118,6 +120,7 @@ class AdapterDesk:
                 if known is None:
                     raise InvalidRequestError(f"the adapter '{name}' is not loaded", param="lora_name")
                 made = replace(known, pinned=pinned)
+                self._check_pins(made)
                 await self._commit(made)
         self._log.info("adapter.loaded", name=name, digest=made.digest[:12], rank=made.rank, pinned=made.pinned)
         return made
@@ -154,14 +157,17 @@ class AdapterDesk:
                     del self._retired[digest]
                     core.adapters.drop(digest)
                 self._unused.add(digest)
-            self._unused -= {*(each.digest for each in self._by_name.values()), *self._retired}
+            # Reads that end meanwhile add to it, also what has a name.
             while self._unused:
                 digest = self._unused.pop()
+                if digest in self._used:
+                    continue
                 try:
                     await asyncio.gather(*(rank.drop_adapter(digest) for rank in self._ranks()))
                 except PandoError as error:
-                    # The memory is free once the workers or the scheduler have restarted.
                     self._log.warning("adapter.not_dropped", reason=str(error))
+                    self._unused.add(digest)
+                    break
 
     async def _begin(self, ranks: Sequence[RankConnection]) -> None:
         named, _ = await _answered(ranks[0].adapters())
@@ -206,32 +212,36 @@ class AdapterDesk:
         """Have all ranks read an adapter; return it with its digest and size."""
         calls = [asyncio.ensure_future(rank.read_adapter(adapter)) for rank in ranks]
         try:
-            made = await _answered(asyncio.gather(*calls))
+            # Calls are not cancelled: an answer on its way would be lost, and the adapter stay in the rank's memory.
+            made = await _answered(asyncio.shield(asyncio.gather(*calls)))
             if len({each.digest for each in made}) > 1:
                 raise InvalidRequestError("the ranks have read different files; all hosts must have the same adapter")
         except BaseException:
             for call in calls:
-                call.cancel()
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            self._unused |= {each.digest for each in ended if isinstance(each, AdapterInfo)}
+                call.add_done_callback(self._note_unused)
             raise
         return replace(made[0], bytes=sum(each.bytes for each in made))
 
+    def _note_unused(self, call: asyncio.Future[AdapterInfo]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self._unused.add(call.result().digest)
+
     async def _load_files(self, wanted: AdapterInfo) -> AdapterInfo:
         """Read an adapter and make it available; nothing is left of it if that fails, or the caller goes away."""
-        self._check_room(wanted)
+        # Held until the end, so that loads that wait for another change fill no memory.
         async with self._reading:
+            self._check_room(wanted)
             made = await self._read(self._ready(), wanted)
-        try:
-            async with self._changing:
-                self._check_room(made)
-                self._check_pins(made)
-                # It is not there any more where ranks have restarted, or another change has freed it.
-                made = await self._read(self._ready(), made)
-                await self._commit(made)
-        except BaseException:
-            self._unused.add(made.digest)
-            raise
+            try:
+                async with self._changing:
+                    self._check_room(made)
+                    self._check_pins(made)
+                    # It is not there any more where ranks have restarted, or another change has freed it.
+                    made = await self._read(self._ready(), made)
+                    await self._commit(made)
+            except BaseException:
+                self._unused.add(made.digest)
+                raise
         return made
 
     async def _commit(self, made: AdapterInfo) -> None:
@@ -250,12 +260,16 @@ class AdapterDesk:
         await _answered(asyncio.gather(*(rank.set_adapters(adapters) for rank in ranks)))
         self._is_list_stale = False
 
-    async def _reconcile(self, rank: RankConnection, used: set[str]) -> None:
-        """Have a rank keep these adapters and no others: nothing refers to what it has read before, for another."""
+    async def _reconcile(self, rank: RankConnection) -> None:
+        """Have a rank keep the adapters in use and no others, which it has read before, for another scheduler."""
         _, kept = await rank.adapters()
-        for digest in set(kept) - used:
+        for digest in set(kept) - self._used:
             await rank.drop_adapter(digest)
         await rank.set_adapters(self.all)
+
+    @property
+    def _used(self) -> set[str]:
+        return {*(each.digest for each in self._by_name.values()), *self._retired}
 
     def _ready(self) -> Sequence[RankConnection]:
         ranks = self._ranks()

@@ -55,6 +55,8 @@ class AdapterFiles:
     # Sources that are read only once an event is set.
     slow: dict[str, asyncio.Event] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    # While it is cleared, what was read is kept, but not reported.
+    answers: asyncio.Event = field(default_factory=_open_gate)
 
 
 class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
@@ -65,7 +67,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     simulated: SimulatedWorker | None = None
     adapter_read_s = 0.0
     adapter_refusal: str | None = None
-    slow_reads = 0
+    slow_reads = waiting_drops = 0
     refuses_lists = False
     # Of recurrent states, on device and host; 0: the model has no recurrent layers.
     snapshots = 0
@@ -210,11 +212,13 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         if made.digest not in self.kept_adapters:
             self.adapter_reads += 1
         self.kept_adapters.add(made.digest)
+        await self.adapter_files.answers.wait()
         return worker_pb2.ReadAdapterResponse(adapter=made)
 
     async def DropAdapter(
         self, request: worker_pb2.DropAdapterRequest, context: Context
     ) -> worker_pb2.DropAdapterResponse:
+        self.waiting_drops += 1
         await self.drops.wait()
         self.kept_adapters.discard(request.digest)
         self.dropped_adapters.append(request.digest)

@@ -310,8 +310,11 @@ class SchedulerCore:
         return SequenceAdapter(digest, adapter_tags(digest))
 
     def uses_adapter(self, digest: str) -> bool:
-        """Return whether an open sequence uses an adapter."""
-        return any(each.adapter is not None and each.adapter.digest == digest for each in self._by_handle.values())
+        """Return whether an open sequence uses an adapter, or the workers may still load it for a plan."""
+        is_loaded = any(load.digest == digest for plan in self._in_flight for load in plan.adapters)
+        return is_loaded or any(
+            each.adapter is not None and each.adapter.digest == digest for each in self._by_handle.values()
+        )
 
     def lose_adapter(self, digest: str, error: PandoError) -> None:
         """End the sequences that use an adapter which the workers do not have any more."""

@@ -349,6 +349,22 @@ async def test_nothing_is_left_of_a_load_that_is_cancelled(pipeline: Pipeline) -
     assert [list(worker.adapters) for worker in pipeline.workers] == [["given"]] * 2
 
 
+async def test_nothing_is_left_of_a_load_that_is_cancelled_while_its_answers_are_on_their_way(
+    pipeline: Pipeline,
+) -> None:
+    found = await listed(pipeline)
+    for worker in pipeline.workers:
+        worker.adapter_files.answers.clear()
+    loading = asyncio.create_task(load(pipeline, "new", "/new"))
+    await until(lambda: all(len(worker.kept_adapters) == 2 for worker in pipeline.workers))
+    loading.cancel()
+    # The scheduler hears of it before it answers a later call.
+    assert await listed(pipeline) == found
+    for worker in pipeline.workers:
+        worker.adapter_files.answers.set()
+    await until(lambda: all(worker.kept_adapters == digests_of(found) for worker in pipeline.workers))
+
+
 async def test_nothing_is_left_of_a_load_that_is_refused_after_reading(pipeline: Pipeline) -> None:
     found = await listed(pipeline)
     pipeline.workers[1].adapter_files.contents["/differs"] = "another"
@@ -417,3 +433,87 @@ async def test_what_is_freed_while_it_is_loaded_again_is_read_again(pipeline: Pi
     assert (await loading).digest == first.digest
     assert all(first.digest in worker.kept_adapters for worker in pipeline.workers)
     await run(pipeline, "one", "second")
+
+
+async def test_pins_of_loaded_adapters_leave_a_slot_for_others(pipeline: Pipeline) -> None:
+    await load(pipeline, "new", "/new", pinned=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="pinned"):
+        await load(pipeline, "given", "", pinned=True)
+    await load(pipeline, "new", "", pinned=True)
+    await load(pipeline, "new", "", pinned=False)
+    await load(pipeline, "given", "", pinned=True)
+
+
+async def test_a_refused_copy_of_an_adapter_leaves_it_in_memory_while_another_one_is_freed(pipeline: Pipeline) -> None:
+    given = (await listed(pipeline))["given"].adapter
+    other = await load(pipeline, "other", "/other")
+    pipeline.workers[0].adapter_files.contents["/copy"] = "/given"
+    pipeline.workers[1].adapter_files.refused.add("/copy")
+    for worker in pipeline.workers:
+        worker.drops.clear()
+    await unload(pipeline, "other")
+    await until(lambda: all(worker.waiting_drops for worker in pipeline.workers))
+    with pytest.raises(grpc.aio.AioRpcError, match="no such files"):
+        await load(pipeline, "copy", "/copy")
+    for worker in pipeline.workers:
+        worker.drops.set()
+    await until(lambda: all(other.digest not in worker.kept_adapters for worker in pipeline.workers))
+    # The next one is freed after all that was noted before.
+    last = await load(pipeline, "last", "/last")
+    await unload(pipeline, "last")
+    await until(lambda: all(last.digest in worker.dropped_adapters for worker in pipeline.workers))
+    assert [worker.kept_adapters for worker in pipeline.workers] == [{given.digest}] * 2
+
+
+async def test_memory_that_could_not_be_freed_is_freed_later(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await listed(pipeline)
+    await load(pipeline, "new", "/new")
+    for worker in pipeline.workers:
+        worker.drops.clear()
+    await unload(pipeline, "new")
+    monkeypatch.setattr("services.scheduler.rank.STATE_TIMEOUT_S", 1.0)
+    await until(lambda: all(worker.waiting_drops > 1 for worker in pipeline.workers))
+    for worker in pipeline.workers:
+        worker.drops.set()
+    await until(lambda: all(worker.kept_adapters == digests_of(found) for worker in pipeline.workers))
+
+
+async def test_loads_that_wait_for_another_change_fill_no_memory(pipeline: Pipeline) -> None:
+    await load(pipeline, "other", "/other")
+    for worker in pipeline.workers:
+        worker.drops.clear()
+    await unload(pipeline, "other")
+    await until(lambda: all(worker.waiting_drops for worker in pipeline.workers))
+    loads = [asyncio.create_task(load(pipeline, f"n{number}", f"/n{number}")) for number in range(3 * READS_AT_ONCE)]
+    await until(lambda: all(len(worker.kept_adapters) == 2 + READS_AT_ONCE for worker in pipeline.workers))
+    for worker in pipeline.workers:
+        worker.drops.set()
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    assert sum(isinstance(outcome, BaseException) for outcome in outcomes) == len(loads) - 2
+    # A place is free while the limit is not reached.
+    assert all(worker.adapter_reads <= 2 + READS_AT_ONCE + 2 for worker in pipeline.workers)
+    found = await listed(pipeline)
+    assert len(found) == 3
+    await until(lambda: all(worker.kept_adapters == digests_of(found) for worker in pipeline.workers))
+
+
+async def test_an_adapter_with_two_names_is_not_lost_with_the_files_of_one(pipeline: Pipeline) -> None:
+    for worker in pipeline.workers:
+        worker.adapter_files.contents["/copy"] = "/given"
+        worker.step_s = 0.01
+    await load(pipeline, "copy", "/copy")
+    await submit(pipeline, "long", "given", max_tokens=60)
+    await until(lambda: pipeline.detokenizer.output_of("long"))
+    await pipeline.stop_workers()
+    for worker in pipeline.workers:
+        forget_adapters(worker)
+        worker.adapter_files.refused.add("/copy")
+    await pipeline.ready(serving=False)
+    await pipeline.start_workers()
+    await pipeline.ready()
+    await pipeline.finished("long")
+    assert not pipeline.detokenizer.finishes["long"].finish.HasField("error")
+    assert list(await listed(pipeline)) == ["copy", "given"]
+    await run(pipeline, "two", "copy")

@@ -114,3 +114,15 @@ def test_what_tenants_share_with_each_other_is_shared_with_its_adapter_only() ->
     # A tenant that may not use the adapter asks the base model.
     assert life.ask("gus", BASE, "globex") == life.ask("gus", POEMS, "globex") == 0
     assert life.ask("hal", SQL, "globex") == len(SYSTEM)
+
+
+def test_an_adapter_is_in_use_until_the_workers_have_taken_up_the_plan_that_loads_it() -> None:
+    harness = Harness(cache="user_aware", page_size=PAGE, pages=256, max_step_tokens=64, adapters=ADAPTERS)
+    request = make_request("one", SYSTEM, adapter=SQL, max_tokens=4)
+    assert harness.core.submit(request, 0.0).rejected is None
+    harness.plan()
+    assert harness.core.abort(request.request_id)
+    assert harness.core.uses_adapter(ADAPTERS[SQL])
+    assert not harness.core.uses_adapter(ADAPTERS[POEMS])
+    harness.run()
+    assert not harness.core.uses_adapter(ADAPTERS[SQL])
