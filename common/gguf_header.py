@@ -67,13 +67,14 @@ def read_header(path: Path) -> GgufHeader:
         ConfigurationError: the file is not a GGUF file of a known version, or is truncated.
     """
     with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise ConfigurationError(f"{path}: not a GGUF file, nor any regular file")
         head = file.read(len(MAGIC))
         if head != MAGIC:
             raise ConfigurationError(f"{path}: not a GGUF file")
         try:
-            return _Cursor(file, head).read_header()
+            return _Cursor(file, found.st_size, head).read_header()
         except (struct.error, UnicodeDecodeError, KeyError, _MalformedError) as error:
             raise ConfigurationError(f"{path}: damaged or unknown GGUF header ({error})") from error
 
@@ -89,9 +90,9 @@ class _MalformedError(Exception):
 class _Cursor:
     """A position in a file, advanced by every read; keeps what was read so far."""
 
-    def __init__(self, file: FileIO, head: bytes) -> None:
+    def __init__(self, file: FileIO, size: int, head: bytes) -> None:
         self._file = file
-        self._size = os.fstat(file.fileno()).st_size
+        self._size = size
         self._buffer = head
         self._position = len(head)
 

@@ -1,4 +1,4 @@
-"""Reads adapters into host memory while plans run, and keeps what a scheduler has named them."""
+"""Reads adapters into host memory while plans run, and keeps the names that a scheduler has given them."""
 
 from __future__ import annotations
 

@@ -84,11 +84,11 @@ class SafetensorsFile:
         if dtype is None:
             raise ConfigurationError(f"{self._path}: the tensor {name!r} is stored as {stored.dtype}, not supported")
         if index is not None:
-            size = math.prod(shape[1:]) * dtype.itemsize
-            first = self._within(name, slice(index, index + 1), shape, 0).start
-            if first == shape[0]:
-                raise ConfigurationError(f"{self._path}: the tensor {name!r} has {first} matrices, not one more")
-            shape, start = shape[1:], start + first * size
+            count = shape[0] if shape else 0
+            if not 0 <= index < count:
+                raise ConfigurationError(f"{self._path}: the tensor {name!r} has {count} matrices, none at {index}")
+            shape = shape[1:]
+            start += index * math.prod(shape) * dtype.itemsize
         if rows is not None:
             rows = self._within(name, rows, shape, 0)
             start += rows.start * math.prod(shape[1:]) * dtype.itemsize

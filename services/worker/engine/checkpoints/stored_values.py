@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from services.worker.engine.checkpoints.safetensors_file import SafetensorsFile
+from services.worker.engine.checkpoints.weight_file import WeightFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,18 +58,14 @@ def check_values(path: Path, share: int = 0, shares: int = 1) -> None:
         ConfigurationError: one is, or the file ends within a tensor.
     """
     stored = _of_gguf(path) if _is_gguf(path) else _of_safetensors(path)
-    file, buffer = os.open(path, os.O_RDONLY), memoryview(bytearray(_CHUNK))
-    try:
-        for tensor in islice(stored, share, None, shares):
-            chunk = _CHUNK // tensor.block * tensor.block
-            for start in range(tensor.start, tensor.end, chunk):
-                data = buffer[: min(chunk, tensor.end - start)]
-                if os.preadv(file, [data], start) != len(data):
-                    raise ConfigurationError(f"{path} is damaged: it ends within the tensor {tensor.name!r}")
-                if not tensor.is_finite(data):
-                    raise ConfigurationError(f"{path}: the tensor {tensor.name!r} has values that are no numbers")
-    finally:
-        os.close(file)
+    file, buffer = WeightFile(path), memoryview(bytearray(_CHUNK))
+    for tensor in islice(stored, share, None, shares):
+        chunk = _CHUNK // tensor.block * tensor.block
+        for start in range(tensor.start, tensor.end, chunk):
+            data = buffer[: min(chunk, tensor.end - start)]
+            file.fill(f"the tensor {tensor.name!r}", data, start)
+            if not tensor.is_finite(data):
+                raise ConfigurationError(f"{path}: the tensor {tensor.name!r} has values that are no numbers")
 
 
 def _is_gguf(path: Path) -> bool:

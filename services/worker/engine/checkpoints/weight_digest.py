@@ -27,7 +27,7 @@ _PENDING_BYTES = 1 << 30
 class WeightDigest:
     """SHA-256 of every block that is read of a checkpoint, by name, type and shape, in whichever order.
 
-    Blocks are hashed as they were read or mapped, in threads: nothing is read twice. No caller may change a block
+    Blocks are hashed as they were read, in threads: nothing is read twice. No caller may change a block
     afterwards.
     """
 

@@ -87,6 +87,12 @@ def test_blocks_that_are_not_there_are_refused(tmp_path: Path, block: dict[str, 
         file.read("cube", **block)  # type: ignore[arg-type]  # of any kind
 
 
+def test_a_scalar_has_no_matrices(tmp_path: Path) -> None:
+    file = SafetensorsFile(saved(tmp_path, scalar=torch.tensor(3.0)))
+    with pytest.raises(ConfigurationError, match="the tensor 'scalar' has 0 matrices"):
+        file.read("scalar", 0)
+
+
 @pytest.mark.parametrize("kept", [0, 4, 500])
 @pytest.mark.parametrize("share_bytes", [1 << 24, 64])
 def test_a_file_that_is_truncated_after_its_header_was_read_is_refused(

@@ -53,7 +53,10 @@ def test_another_configuration_closes_the_model_before_it_loads_the_next() -> No
 
 
 def loads(*specs: EngineSpec, prepares: EngineSpec | None = None) -> int:
-    """Return how often an engine loads a model that is configured as each of `specs`, and prepared before the last."""
+    """Configure an engine as each of `specs`; return the number of times that it loads a model.
+
+    Before the last, weights of `prepares` are read ahead.
+    """
     loaded: list[str] = []
 
     def load(spec: EngineSpec, report: ProgressReport) -> FakeModel:
